@@ -1,0 +1,41 @@
+# Everything a newcomer needs; each target sets up its own virtual environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test lint format docs clean
+
+help:
+	@echo "make demo    train CE and ISDA on the bundled digits and compare them"
+	@echo "make test    ruff, mypy and the whole test suite"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make format  let ruff format the sources"
+	@echo "make docs    build the documentation into site/"
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[experiments,integrations,dev]'
+	touch $@
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/digits.py
+
+lint: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest -n 2 -q
+
+format: $(VENV)/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache

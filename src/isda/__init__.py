@@ -1,0 +1,33 @@
+"""Implicit semantic data augmentation (ISDA, NeurIPS 2019) for PyTorch: change one line, the loss.
+
+>>> criterion = isda.attach(model, lambda_0=0.5, total_steps=10_000)  # was nn.CrossEntropyLoss()
+>>> loss = criterion(model(x), y)
+"""
+
+from isda import functional
+from isda._version import __version__
+from isda.attach import AttachedLoss, attach
+from isda.covariance import (
+    Covariance,
+    DiagonalCovariance,
+    FullCovariance,
+    IdentityCovariance,
+    SharedCovariance,
+)
+from isda.functional import monte_carlo_loss, sample
+from isda.loss import ISDALoss
+
+__all__ = [
+    "AttachedLoss",
+    "Covariance",
+    "DiagonalCovariance",
+    "FullCovariance",
+    "ISDALoss",
+    "IdentityCovariance",
+    "SharedCovariance",
+    "__version__",
+    "attach",
+    "functional",
+    "monte_carlo_loss",
+    "sample",
+]

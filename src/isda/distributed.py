@@ -1,0 +1,73 @@
+"""The only file with collectives: every rank sees the features of all ranks.
+
+Gathering features and targets is cheap (0.3 MiB a step for a batch of 128 with 640 features)
+against gathering statistics (156 MiB), and makes every rank's estimator equal to that of one
+process.
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["SKIP", "agree", "gather_batch", "world_size"]
+
+SKIP = -1  # target of a sample that the estimators leave out
+
+
+def world_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks, 1 without a process group."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def agree(size: int, problem: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """Largest batch and largest problem number of all ranks, known to the host of each.
+
+    The exchange runs between CPUs, so that no rank waits for its device.
+    """
+    if world_size(group) == 1:
+        return size, problem
+    answer = torch.tensor([size, problem])
+    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=_host_group(group or dist.group.WORLD))
+    size, problem = answer.tolist()
+    return size, problem
+
+
+def gather_batch(
+    features: Tensor, target: Tensor, group: dist.ProcessGroup | None, *, size: int
+) -> tuple[Tensor, Tensor]:
+    """Features and targets of all ranks, in the order of ranks.
+
+    Args:
+        features: of this rank.
+        target: of this rank.
+        group: the ranks that train one model.
+        size: largest batch of all ranks; a smaller one is filled with samples to be left out.
+
+    Shape:
+        features (N, A), target (N,); outputs (world * size, A) and (world * size,).
+    """
+    world = world_size(group)
+    if world == 1:
+        return features, target
+    missing = size - len(target)
+    features = F.pad(features, (0, 0, 0, missing)).contiguous()
+    target = F.pad(target, (0, missing), value=SKIP).contiguous()
+    all_features = features.new_empty(world * size, features.shape[1])
+    all_target = target.new_empty(world * size)
+    dist.all_gather_into_tensor(all_features, features, group=group)
+    dist.all_gather_into_tensor(all_target, target, group=group)
+    return all_features, all_target
+
+
+@functools.cache
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group itself if it can speak between CPUs, else a gloo group of the same ranks."""
+    if torch.device("cpu") in group._device_types:
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(host, dist.ProcessGroup)  # this rank is a member
+    return host

@@ -1,0 +1,68 @@
+"""Counter-based random numbers: every draw is a function of a key, and a key of (seed, step, purpose).
+
+A generator has state that depends on who drew before. Here nobody did: the same key gives the same
+numbers on any device, alone or beside other runs, in eager mode, compiled or inside a CUDA graph, and a
+resumed run needs no generator state. The mixer is the 32-bit finaliser of MurmurHash3 in int64 arithmetic.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["bits", "fold", "integers", "key", "normal", "permutation", "uniform"]
+
+_MASK = 0xFFFFFFFF
+
+
+def key(*parts: int, device: torch.device | str | None = None) -> Tensor:
+    """Key of a tuple of integers, such as ``key(seed, purpose)``: an int64 scalar on ``device``."""
+    result = torch.zeros((), dtype=torch.int64, device=device)
+    for part in parts:
+        result = fold(result, part)
+    return result
+
+
+def fold(key: Tensor, part: int | Tensor) -> Tensor:
+    """New key from a key and an integer; keys of different parts are unrelated."""
+    part = torch.as_tensor(part, device=key.device) & _MASK
+    low, high = key & _MASK, key >> 32
+    low = _mix((low + 0x9E3779B9 + _mix(part ^ 0x5BD1E995)) & _MASK)
+    high = _mix((high + low * 5 + part) & _MASK)
+    return ((high & 0x7FFFFFFF) << 32) | low
+
+
+def bits(shape: tuple[int, ...], key: Tensor, *, start: int = 0) -> Tensor:
+    """Uniform integers in [0, 2³²) as int64; ``start`` skips that many, to draw a slice alone."""
+    index = torch.arange(start, start + math.prod(shape), device=key.device).view(shape)
+    mixed = _mix((index * 0x9E3779B1 + key) & _MASK)
+    return _mix((mixed + (key >> 32)) & _MASK)
+
+
+def uniform(shape: tuple[int, ...], key: Tensor, *, start: int = 0) -> Tensor:
+    """Uniform float32 numbers in [0, 1)."""
+    return (bits(shape, key, start=start) >> 8).to(torch.float32) * 2.0**-24
+
+
+def normal(shape: tuple[int, ...], key: Tensor) -> Tensor:
+    """Standard normal float32 numbers (Box-Muller)."""
+    radius = (-2 * torch.log1p(-uniform(shape, fold(key, 0)))).sqrt()
+    return radius * torch.cos(2 * math.pi * uniform(shape, fold(key, 1)))
+
+
+def integers(shape: tuple[int, ...], key: Tensor, *, high: int, start: int = 0) -> Tensor:
+    """Uniform integers in [0, high) as int64."""
+    return (bits(shape, key, start=start) * high) >> 32
+
+
+def permutation(length: int, key: Tensor) -> Tensor:
+    """Random permutation of ``range(length)``."""
+    return torch.argsort(bits((length,), key), stable=True)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & _MASK
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)

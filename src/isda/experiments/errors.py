@@ -1,0 +1,17 @@
+"""What the user can get wrong: one line on the terminal, exit code 2, no traceback."""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["InputError", "unknown"]
+
+
+class InputError(ValueError):
+    """A mistake in a command, a path or a file; its message is shown as it is."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """Error for a name that does not exist, with the nearest names that do."""
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return InputError(f"unknown {kind} {name!r}{hint}")

@@ -1,0 +1,292 @@
+"""ISDALoss = estimator of covariances, ramp of λ, cross entropy on shifted logits (Algorithm 1)."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isda import distributed, functional
+from isda.covariance import COVARIANCES, Covariance
+from isda.distributed import SKIP
+from isda.functional import Reduction
+
+__all__ = ["ISDALoss"]
+
+_PROBLEMS = {  # what spoils the statistics for good if let in
+    1: "features must be finite: found NaN or infinite values; the batch was left out of the "
+    "statistics",
+    2: "target must be in [0, {num_classes}) or ignore_index={ignore_index}: found a class out of "
+    "range; the batch was left out of the statistics",
+}
+_SPOILED = -2  # target of a batch with a problem, while it travels between ranks
+
+
+class ISDALoss(nn.Module):
+    r"""Cross entropy under infinite semantic augmentation of the features (Eq. 4, Algorithm 1).
+
+    Every call in training mode merges the batch into the statistics of its classes, then returns
+    :func:`isda.functional.isda_loss` at the strength λ = λ₀ · progress. In eval mode it is ordinary
+    cross entropy and changes nothing. All state is buffers.
+
+    With an initialised process group, the features of all ranks are gathered, so that the
+    statistics equal those of one process. The mean is then taken over the samples of all ranks (a
+    rank returns ``world * sum / number of all``), so that gradients averaged by
+    DistributedDataParallel equal those of one process for uneven batches, too. Keep the criterion
+    outside the DDP module. Under ``torch.compile`` all ranks must bring batches of one size.
+
+    Args:
+        num_features: number A of features, the head's ``in_features``.
+        num_classes: number C of classes, the head's ``out_features``.
+        lambda_0: final strength λ₀ of the augmentation.
+        total_steps: number T of steps of the whole training; may be left out if every call passes
+            ``progress``, or with ``ramp="constant"``.
+        covariance: "full", "diagonal", "shared", "identity", or an estimator (see
+            :mod:`isda.covariance`).
+        decay: weight of old samples, see :class:`isda.covariance.Covariance`.
+        ramp: "linear" for λ = λ₀ t/T, "constant" for λ = λ₀.
+        ignore_index: class index of samples that count neither in the loss nor in the statistics.
+        reduction: "mean", "sum" or "none".
+        synchronize: gather the features of all ranks; False if each rank trains a model of its own.
+        process_group: the ranks that train one model; None for all.
+
+    Shape:
+        features (N, A) or (N, A, ...), weight (C, A), target (N,) or (N, ...) class indices, or (N,
+        C) or (N, C, ...) class probabilities; output () or, without reduction, the shape of class
+        indices. The statistics take a sample with class probabilities for its most probable class.
+
+    Example:
+        >>> criterion = ISDALoss(num_features=8, num_classes=3, lambda_0=0.5, total_steps=100)
+        >>> head = nn.Linear(8, 3)
+        >>> features, target = torch.randn(4, 8), torch.tensor([0, 2, 1, 2])
+        >>> loss = criterion(features, head.weight, target, bias=head.bias)
+        >>> loss.backward()
+    """
+
+    step: Tensor
+    problem: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        *,
+        lambda_0: float = 0.5,
+        total_steps: int | None = None,
+        covariance: str | Covariance = "full",
+        decay: float = 1.0,
+        ramp: Literal["linear", "constant"] = "linear",
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        synchronize: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= lambda_0 < float("inf"):
+            raise ValueError(f"lambda_0 must be >= 0 and finite, got {lambda_0}")
+        if total_steps is not None and total_steps < 1:
+            raise ValueError(f"total_steps must be >= 1, got {total_steps}")
+        if ramp not in ("linear", "constant"):
+            raise ValueError(f"ramp must be 'linear' or 'constant', got {ramp!r}")
+        if reduction not in ("mean", "sum", "none"):
+            raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        if isinstance(covariance, str):
+            if covariance not in COVARIANCES:
+                raise ValueError(
+                    f"covariance must be an estimator or one of {', '.join(COVARIANCES)}, "
+                    f"got {covariance!r}"
+                )
+            self.estimator = COVARIANCES[covariance](num_features, num_classes, decay=decay)
+        else:
+            if decay != 1.0:
+                raise ValueError(
+                    f"decay must be set on the estimator, got decay={decay} beside one"
+                )
+            self.estimator = covariance
+        self.num_features = num_features
+        self.num_classes = num_classes
+        self.lambda_0 = lambda_0
+        self.total_steps = total_steps
+        self.ramp = ramp
+        self.ignore_index = ignore_index
+        self.reduction: Reduction = reduction
+        self.synchronize = synchronize
+        self.process_group = process_group
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("problem", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(
+        self,
+        features: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        bias: Tensor | None = None,
+        logits: Tensor | None = None,
+        progress: float | Tensor | None = None,
+    ) -> Tensor:
+        """Merge the batch into the statistics and return the loss.
+
+        Args:
+            features: input of the final linear layer.
+            weight: of the final linear layer.
+            target: class indices or class probabilities.
+            bias: of the final linear layer.
+            logits: of the final linear layer, if they have been computed before.
+            progress: t/T in [0, 1], a number or a device tensor, in place of the criterion's own
+                count.
+        """
+        self._check_arguments(features, weight, target, bias, logits, progress)
+        if logits is None:
+            logits = F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        with torch.autocast(features.device.type, enabled=False):
+            if not self.training:
+                return functional.cross_entropy(
+                    logits, target, ignore_index=self.ignore_index, reduction=self.reduction
+                )
+            strength = self._strength(progress)
+            target, counted, spoiled = self._update(features.detach(), target)
+            mean = self.reduction == "mean"
+            loss = functional.isda_loss(
+                features,
+                weight,
+                target,
+                self.estimator.quadratic,
+                strength=strength,
+                logits=logits,
+                ignore_index=self.ignore_index,
+                reduction="sum" if mean else self.reduction,
+            )
+            if mean:  # over the samples of all ranks; their gradients will be averaged
+                loss = loss * self._world() / counted.clamp(min=1)
+            self.step += (~spoiled).long()
+            return torch.where(spoiled, torch.nan, loss)
+
+    def check(self) -> None:
+        """Raise the error of a bad batch that a GPU saw since the last look (waits for it)."""
+        problem = int(self.problem)
+        if problem:
+            self.problem.zero_()
+            raise ValueError(self._explain(problem))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Buffers of the criterion and its estimator; looks for bad batches first."""
+        self.check()
+        return super().state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"lambda_0={self.lambda_0}, total_steps={self.total_steps}, ramp={self.ramp!r}"
+
+    def _world(self) -> int:
+        return distributed.world_size(self.process_group) if self.synchronize else 1
+
+    def _strength(self, progress: float | Tensor | None) -> float | Tensor:
+        """λ in force (Sec. 3.1)."""
+        if self.ramp == "constant":
+            return self.lambda_0
+        if progress is None:
+            if self.total_steps is None:
+                raise ValueError(
+                    "total_steps must be given to the criterion, or progress to each call"
+                )
+            progress = (self.step / self.total_steps).clamp(max=1)
+        return functional.ramped_strength(self.lambda_0, progress)
+
+    def _update(self, features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Merge the batch of all ranks into the statistics, unless a part of it is bad.
+
+        On a CPU a bad batch raises at once, on every rank. Elsewhere the host does not know yet:
+        the batch is masked and the problem noted for :meth:`check`.
+
+        Returns:
+            a target that is safe to index with, the number of samples that count on all ranks, and
+            whether the batch is bad.
+        """
+        features = functional.flatten(features)
+        if target.is_floating_point():
+            index = functional.flatten(target).argmax(1)
+            bad_target = ~target.isfinite().all()
+        else:
+            ignored = target == self.ignore_index
+            outside = ((target < 0) | (target >= self.num_classes)) & ~ignored
+            index = torch.where(ignored, SKIP, target).reshape(-1)
+            target = torch.where(outside, 0, target)
+            bad_target = outside.any()
+        problem = torch.where(bad_target, 2, torch.where(features.isfinite().all(), 0, 1))
+        size, world, compiling = len(index), self._world(), torch.compiler.is_compiling()
+        if not compiling:
+            known = int(problem) if features.device.type == "cpu" else 0
+            if world > 1:
+                size, known = distributed.agree(size, known, self.process_group)
+            if known:
+                raise ValueError(self._explain(known))
+        index = torch.where(problem > 0, _SPOILED, index)
+        if world > 1:
+            features, index = distributed.gather_batch(
+                features, index, self.process_group, size=size
+            )
+        spoiled = (index == _SPOILED).any()
+        self.estimator.update(features, torch.where(spoiled, SKIP, index))
+        self.problem.copy_(torch.maximum(self.problem, torch.maximum(problem, spoiled.long())))
+        return target, (index >= 0).sum(), spoiled
+
+    def _explain(self, problem: int) -> str:
+        return _PROBLEMS[problem].format(
+            num_classes=self.num_classes, ignore_index=self.ignore_index
+        )
+
+    def _check_arguments(
+        self,
+        features: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None,
+        logits: Tensor | None,
+        progress: float | Tensor | None,
+    ) -> None:
+        """Everything that shapes and types tell, before any state changes."""
+        classes, width = self.num_classes, self.num_features
+        if features.dim() < 2 or features.shape[1] != width:
+            raise ValueError(f"features must have shape (N, {width}), got {tuple(features.shape)}")
+        if not features.is_floating_point():
+            raise ValueError(f"features must be floating point, got {features.dtype}")
+        if weight.shape != (classes, width):
+            raise ValueError(
+                f"weight must have shape ({classes}, {width}), got {tuple(weight.shape)}"
+            )
+        if bias is not None and bias.shape != (classes,):
+            raise ValueError(f"bias must have shape ({classes},), got {tuple(bias.shape)}")
+        shape, positions = (features.shape[0], *features.shape[2:]), features.shape[2:]
+        dense = (features.shape[0], classes, *positions)
+        if logits is not None and logits.shape != dense:
+            raise ValueError(
+                f"logits must have shape {dense} for features {tuple(features.shape)}, "
+                f"got {tuple(logits.shape)}"
+            )
+        if target.is_floating_point():
+            if target.shape != dense:
+                raise ValueError(
+                    f"target of class probabilities must have shape {dense}, "
+                    f"got {tuple(target.shape)}"
+                )
+        elif target.dtype != torch.int64:
+            raise ValueError(
+                f"target must be int64 class indices or floating-point class probabilities, "
+                f"got {target.dtype}"
+            )
+        elif target.shape != shape:
+            raise ValueError(
+                f"target of class indices must have shape {shape}, got {tuple(target.shape)}"
+            )
+        if isinstance(progress, int | float) and not 0 <= progress <= 1:
+            raise ValueError(f"progress must be in [0, 1], got {progress}")
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(self.estimator, Covariance):  # before the step count is overwritten
+            self.estimator.check_state(state_dict, prefix + "estimator.")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

@@ -1,0 +1,33 @@
+"""Fixtures shared by all tests: the device and dtype under test, and seeded random numbers."""
+
+import os
+
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the suite runs one process per core
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Device of the suite: ``ISDA_TEST_DEVICE``, a CPU by default."""
+    return torch.device(os.environ.get("ISDA_TEST_DEVICE", "cpu"))
+
+
+@pytest.fixture(scope="session")
+def dtype() -> torch.dtype:
+    """Dtype of the modules under test: ``ISDA_TEST_DTYPE``, float32 by default."""
+    return getattr(torch, os.environ.get("ISDA_TEST_DTYPE", "float32"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
