@@ -6,13 +6,14 @@ process.
 """
 
 import functools
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["SKIP", "agree", "gather_batch", "world_size"]
+__all__ = ["SKIP", "agree", "broadcast", "gather_batch", "sum_over_ranks", "world_size"]
 
 SKIP = -1  # target of a sample that the estimators leave out
 
@@ -60,6 +61,20 @@ def gather_batch(
     dist.all_gather_into_tensor(all_features, features, group=group)
     dist.all_gather_into_tensor(all_target, target, group=group)
     return all_features, all_target
+
+
+def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum of a tensor over all ranks, in place."""
+    if world_size(group) > 1:
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the tensors of rank 0, in place."""
+    if world_size(group) > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor, 0, group=group)
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def merge_moments(moments: Moments, other: Moments, *, decay: float = 1.0) -> Mo
     Shape:
         see :class:`Moments`.
     """
-    share = sample_share(moments.count, other.count, decay).to(moments.mean.dtype)  # (C,)
+    share = sample_share(moments.count, other.count, decay, moments.mean.dtype)  # (C,)
     shift = other.mean - moments.mean  # (C, A)
     column = share[:, None]
     if moments.covariance.dim() == 3:
@@ -300,8 +300,11 @@ def cross_entropy(
         logits (N, C) or (N, C, ...), target (N,) or (N, ...), or probabilities like logits; output
         () or the shape of class indices.
     """
-    losses = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
-    counted = torch.ones_like(losses) if target.is_floating_point() else target != ignore_index
+    soft = target.is_floating_point()  # torch refuses an ignore_index >= 0 beside probabilities
+    losses = F.cross_entropy(
+        logits, target, ignore_index=-100 if soft else ignore_index, reduction="none"
+    )
+    counted = torch.ones_like(losses) if soft else target != ignore_index
     return _reduce(losses, counted, reduction, losses.shape)
 
 

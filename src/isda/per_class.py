@@ -6,6 +6,8 @@ over those classes, in place; on CUDA see ``kernels.py``. The plain forms they e
 ``functional.py``: ``update_moments`` and ``full_quadratic``.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,10 +16,13 @@ from isda import kernels
 __all__ = ["full_quadratic_op", "present_classes", "sample_share", "update_full_op"]
 
 
-def sample_share(count: Tensor, batch_count: Tensor, decay: float) -> Tensor:
+def sample_share(count: Tensor, batch_count: Tensor, decay: float, dtype: torch.dtype) -> Tensor:
     """Weight of the batch in the merged moments: m / (n + m), and at least 1 − decayᵐ."""
-    share = batch_count / (count + batch_count).clamp(min=1)
-    return share if decay == 1.0 else torch.maximum(share, 1 - decay**batch_count)
+    number = batch_count.to(dtype)
+    share = number / (count + batch_count).clamp(min=1)
+    if decay == 1.0:
+        return share
+    return torch.maximum(share, -torch.expm1(number * math.log(decay)))
 
 
 def present_classes(target: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +59,7 @@ def _update_class_by_class(
     order = target.argsort(stable=True)
     order = order[int((target < 0).sum()) :]
     batch_count = torch.bincount(target[order], minlength=len(count))
-    shares = sample_share(count, batch_count, decay).tolist()
+    shares = sample_share(count, batch_count, decay, mean.dtype).tolist()
     present = batch_count.nonzero().flatten().tolist()
     for index, rows in zip(present, order.split(batch_count[present].tolist()), strict=True):
         share = shares[index]
@@ -95,7 +100,7 @@ def _(
         features,
         target,
         batch_count,
-        sample_share(count, batch_count, decay).to(mean.dtype),
+        sample_share(count, batch_count, decay, mean.dtype),
     )
     count += batch_count
 
@@ -178,11 +183,14 @@ def _(grad: Tensor, product: Tensor, classes: Tensor, slot: Tensor) -> Tensor:
 def _save_product(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else zeros (P, C, A) for the product
 
 
 def _weight_gradient(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor, *_unused: Tensor | None
-) -> tuple[Tensor, None, None]:
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_unused: Tensor | None
+) -> tuple[Tensor | None, None, None]:
+    if grad is None:  # the quadratic term was not used
+        return None, None, None
     product, classes, slot = ctx.saved_tensors  # type: ignore[attr-defined]
     return _full_quadratic_backward_op(grad, product, classes, slot), None, None
 

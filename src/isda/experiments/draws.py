@@ -1,11 +1,13 @@
-"""Counter-based random numbers: every draw is a function of a key, and a key of (seed, step, purpose).
+"""Counter-based random numbers: a draw is a function of a key, a key of seed, step and purpose.
 
 A generator has state that depends on who drew before. Here nobody did: the same key gives the same
-numbers on any device, alone or beside other runs, in eager mode, compiled or inside a CUDA graph, and a
-resumed run needs no generator state. The mixer is the 32-bit finaliser of MurmurHash3 in int64 arithmetic.
+numbers on any device, alone or beside other runs, in eager mode, compiled or inside a CUDA graph,
+and a resumed run needs no generator state. The mixer is the 32-bit finaliser of MurmurHash3 in
+int64 arithmetic.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ def key(*parts: int, device: torch.device | str | None = None) -> Tensor:
 
 def fold(key: Tensor, part: int | Tensor) -> Tensor:
     """New key from a key and an integer; keys of different parts are unrelated."""
-    part = torch.as_tensor(part, device=key.device) & _MASK
+    part = part & _MASK
     low, high = key & _MASK, key >> 32
     low = _mix((low + 0x9E3779B9 + _mix(part ^ 0x5BD1E995)) & _MASK)
     high = _mix((high + low * 5 + part) & _MASK)
@@ -60,7 +62,7 @@ def permutation(length: int, key: Tensor) -> Tensor:
     return torch.argsort(bits((length,), key), stable=True)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Any) -> Any:  # an integer of the host or a tensor of them
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & _MASK
     x = x ^ (x >> 13)

@@ -1,0 +1,197 @@
+"""Augmentation of CIFAR (Section 4.1): crop, flip, AutoAugment, Cutout, batched on the device.
+
+Images are uint8 (N, C, H, W) in and out. The functions are pure: what is random is an argument. An
+:class:`Augmentation` draws it from a key: the draws of image i depend on the key and i alone.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isda.experiments.draws import fold, integers
+from isda.experiments.errors import InputError, unknown
+
+__all__ = [
+    "AUGMENTATIONS",
+    "Augmentation",
+    "create_augmentation",
+    "crop_and_flip",
+    "cutout",
+    "random_crop",
+    "random_flip",
+]
+
+AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")  # in the order in which they are applied
+
+
+def random_crop(images: Tensor, offsets: Tensor, *, padding: int = 4) -> Tensor:
+    """Crop every image, padded by reflection, back to its size at its own offset.
+
+    Equivalent to ``F.pad(image, [padding] * 4, mode="reflect")[:, y : y + H, x : x + W]`` for each
+    image and its offset (y, x), by index arithmetic and one gather.
+
+    Args:
+        images: images of any type.
+        offsets: row and column in the padded image, in ``[0, 2 * padding]``.
+        padding: pixels added on each side, fewer than the image has.
+
+    Shape:
+        images (N, C, H, W), offsets (N, 2); output (N, C, H, W).
+    """
+    rows, columns = _positions(images)
+    rows, columns = _shift(images, rows, columns, offsets, padding)
+    return _gather(images, rows, columns)
+
+
+def random_flip(images: Tensor, flip: Tensor) -> Tensor:
+    """Mirror the images whose entry of ``flip`` is true, left to right.
+
+    Shape:
+        images (N, C, H, W), flip (N,) bool; output (N, C, H, W).
+    """
+    rows, columns = _positions(images)
+    return _gather(images, rows, _mirror(columns, flip))
+
+
+def crop_and_flip(images: Tensor, offsets: Tensor, flip: Tensor, *, padding: int = 4) -> Tensor:
+    """``random_flip(random_crop(images, offsets, padding=padding), flip)`` in one gather."""
+    rows, columns = _positions(images)
+    rows, columns = _shift(images, rows, _mirror(columns, flip), offsets, padding)
+    return _gather(images, rows, columns)
+
+
+def cutout(images: Tensor, centre: Tensor, *, size: int = 16) -> Tensor:
+    """Blacken one square of every image, clipped at the border (DeVries and Taylor, 2017).
+
+    Args:
+        images: images before normalisation.
+        centre: row and column of the pixel to the lower right of the square's middle.
+        size: side of the square.
+
+    Shape:
+        images (N, C, H, W), centre (N, 2); output (N, C, H, W).
+    """
+    rows, columns = _positions(images)
+    first = centre - size // 2  # (N, 2)
+    in_rows = (rows >= first[:, :1]) & (rows < first[:, :1] + size)  # (N, H)
+    in_columns = (columns >= first[:, 1:]) & (columns < first[:, 1:] + size)  # (N, W)
+    return images.masked_fill((in_rows[:, :, None] & in_columns[:, None, :])[:, None], 0)
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Random augmentation in two parts: what has fixed shapes per step, the rest once per epoch.
+
+    A loop over a data set on the device reads
+
+        images = train_images if augment.epoch is None else augment.epoch(train_images, epoch_key)
+        batch = augment.step(images[indices], step_key)  # in every step
+
+    ``step`` does not synchronise, and its shapes are fixed: it can be compiled and captured in a
+    CUDA graph. ``epoch`` is None unless AutoAugment, where each image has operations of its own, is
+    among the names; then it crops, flips and augments the whole set, and ``step`` does what comes
+    after (Cutout).
+    """
+
+    names: tuple[str, ...]  # out of AUGMENTATIONS, in that order
+    padding: int = 4  # of the crop, pixels
+    hole: int = 16  # side of Cutout's square, pixels
+
+    @property
+    def epoch(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Function of (all images, key), or None where every operation fits into the step."""
+        return self._autoaugment if "autoaugment" in self.names else None
+
+    def step(self, images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
+        """Augment one batch; with ``start`` it is the slice of a larger batch from there on.
+
+        Args:
+            images: batch of uint8 images, on the key's device.
+            key: key of this run and step (see :mod:`isda.experiments.draws`).
+            start: place of the first image in the whole batch, for a rank that holds a part of it.
+
+        Shape:
+            images (N, C, H, W); output (N, C, H, W).
+        """
+        if self.epoch is None:
+            images = self._crop_and_flip(images, key, start)
+        if "cutout" in self.names:
+            height, width = images.shape[-2:]
+            centre = _pairs(len(images), fold(key, 2), high=(height, width), start=start)
+            images = cutout(images, centre, size=self.hole)
+        return images
+
+    def _autoaugment(self, images: Tensor, key: Tensor) -> Tensor:
+        from isda.experiments.autoaugment import autoaugment  # imports torchvision: only if used
+
+        return autoaugment(self._crop_and_flip(images, key, 0), fold(key, 3))
+
+    def _crop_and_flip(self, images: Tensor, key: Tensor, start: int) -> Tensor:
+        number, places = len(images), 2 * self.padding + 1
+        offsets = _pairs(number, fold(key, 0), high=(places, places), start=start)
+        flip = integers((number,), fold(key, 1), high=2, start=start) == 1
+        if "crop" in self.names and "flip" in self.names:
+            return crop_and_flip(images, offsets, flip, padding=self.padding)
+        if "crop" in self.names:
+            return random_crop(images, offsets, padding=self.padding)
+        return random_flip(images, flip) if "flip" in self.names else images
+
+
+def create_augmentation(names: Iterable[str], *, padding: int = 4, hole: int = 16) -> Augmentation:
+    """Augmentation from names out of ``AUGMENTATIONS``, always applied in the order listed there.
+
+    Args:
+        names: operations to apply; none of them leaves the images as they are.
+        padding: pixels of reflection that the crop may shift by.
+        hole: side of Cutout's square in pixels.
+    """
+    names = tuple(names)
+    for name in names:
+        if name not in AUGMENTATIONS:
+            raise unknown("augmentation", name, AUGMENTATIONS)
+    if padding < 0:
+        raise InputError(f"padding must be >= 0, got {padding}")
+    if hole < 1:
+        raise InputError(f"hole must be >= 1, got {hole}")
+    return Augmentation(tuple(name for name in AUGMENTATIONS if name in names), padding, hole)
+
+
+def _positions(images: Tensor) -> tuple[Tensor, Tensor]:
+    height, width = images.shape[-2:]
+    rows = torch.arange(height, device=images.device)[None]  # (1, H)
+    return rows, torch.arange(width, device=images.device)[None]  # (1, W)
+
+
+def _mirror(columns: Tensor, flip: Tensor) -> Tensor:
+    return torch.where(flip[:, None], columns.shape[1] - 1 - columns, columns)  # (N, W)
+
+
+def _shift(
+    images: Tensor, rows: Tensor, columns: Tensor, offsets: Tensor, padding: int
+) -> tuple[Tensor, Tensor]:
+    height, width = images.shape[-2:]
+    if padding >= min(height, width):
+        raise InputError(
+            f"padding must be smaller than the image, got {padding} for {height} x {width} pixels"
+        )
+    shift = offsets - padding  # (N, 2)
+    return _reflect(rows + shift[:, :1], height), _reflect(columns + shift[:, 1:], width)
+
+
+def _reflect(position: Tensor, size: int) -> Tensor:
+    last = size - 1
+    return last - (last - position.abs()).abs()
+
+
+def _gather(images: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    number, channels = images.shape[:2]
+    image = torch.arange(number, device=images.device).view(-1, 1, 1, 1)
+    channel = torch.arange(channels, device=images.device).view(1, -1, 1, 1)
+    return images[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _pairs(number: int, key: Tensor, *, high: tuple[int, int], start: int) -> Tensor:
+    first = integers((number,), fold(key, 0), high=high[0], start=start)
+    return torch.stack((first, integers((number,), fold(key, 1), high=high[1], start=start)), 1)

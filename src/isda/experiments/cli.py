@@ -1,0 +1,171 @@
+"""The command line: ``isda train | compare | list``.
+
+A command is a recipe by name, with any of its fields changed by a flag, and how to train it.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from isda._version import __version__
+from isda.experiments.errors import InputError, unknown
+from isda.experiments.recipes import DEFAULT, RECIPES, Recipe, differing_fields, get_recipe, name_of
+from isda.experiments.train import Options, Plan, train
+
+__all__ = ["main"]
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    """What is trained: the recipe, any field of which can be changed."""
+
+    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
+    """How it is trained."""
+
+    seeds: tuple[int, ...] = (0,)
+    """One run for each seed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; a mistake of the user is one line on stderr and exit code 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(_USAGE)
+            return 0
+        if arguments[0] == "--version":
+            print(f"torch-isda {__version__}")
+            return 0
+        command, *rest = arguments
+        if command not in _COMMANDS:
+            raise unknown("command", command, _COMMANDS)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning  # type: ignore[assignment]
+            _COMMANDS[command](rest)
+    except InputError as error:
+        print(f"isda: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("isda: stopped; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _train(arguments: list[str]) -> None:
+    """Train a recipe, one run per seed."""
+    given = _parse("train", arguments, seeds=(0,))
+    from isda.experiments.runs import summary
+
+    for run in train(_plans(given.recipe, given.seeds), given.options):
+        result = summary(run)
+        print(f"{run.folder}: test error {result.error:.2f} %, {result.seconds:.0f} s")
+
+
+def _compare(arguments: list[str]) -> None:
+    """Train a recipe with cross entropy and with ISDA, and tell the difference over seeds."""
+    from isda.experiments.report import comparison, comparison_table, write_comparison_page
+
+    given = _parse("compare", arguments, seeds=(0, 1, 2))
+    if given.recipe.method != "isda":
+        raise InputError(f"method must be isda to be compared with ce, got {given.recipe.method!r}")
+    sides = [_plans(recipe, given.seeds) for recipe in (given.recipe.baseline(), given.recipe)]
+    runs = train([*sides[0], *sides[1]], given.options)
+    if not runs:
+        return  # a rank that does not write
+    result = comparison(runs, sides[0][0].name, sides[1][0].name)
+    page = given.options.out / f"{sides[1][0].name}.html"
+    write_comparison_page(page, result)
+    print(f"{comparison_table(result)}\n{page}")
+
+
+def _list(arguments: list[str]) -> None:
+    """Show all recipes with the paper's test error and that of the records in a folder."""
+    from isda.experiments.report import recipes_table
+
+    @dataclass(frozen=True)
+    class Arguments:
+        results: Path = Path("results")
+        """Folder of run records."""
+
+    given = tyro.cli(Arguments, args=arguments, prog="isda list", description=_list.__doc__)
+    print(recipes_table(given.results))
+
+
+_COMMANDS: dict[str, Callable[[list[str]], None]] = {
+    "train": _train,
+    "compare": _compare,
+    "list": _list,
+}
+
+_USAGE = "\n".join(
+    [
+        "usage: isda COMMAND [RECIPE] [FLAGS]",
+        "",
+        *(f"  {name:8} {function.__doc__}" for name, function in _COMMANDS.items()),
+        "",
+        f"A recipe is <data>-<network>-<method>; without one it is {DEFAULT}, which needs no",
+        "download and no GPU. `isda COMMAND --help` shows the flags.",
+        "",
+        "  isda train cifar100-resnet32-isda --seeds 0 1 2 --data-root data --download",
+        "  isda compare --data imagefolder:photos --network timm:resnet18 --epochs 30",
+    ]
+)
+
+_OWN_IMAGES = Recipe(  # a start for images that no recipe is made for
+    data="imagefolder:PATH",
+    network="timm:resnet18",
+    epochs=90,
+    batch_size=64,
+    learning_rate=0.025,
+    weight_decay=1e-4,
+    lambda_0=0.5,
+    channels_last=True,
+)
+
+
+def _parse(command: str, arguments: list[str], *, seeds: tuple[int, ...]) -> _Arguments:
+    """Recipe by name, or for ``--data imagefolder:PATH``, with the flags' changes."""
+    own = next((word for word in arguments if "imagefolder:" in word), None)
+    name = None
+    if arguments and not arguments[0].startswith("-"):
+        name, *arguments = arguments
+        recipe = get_recipe(name)
+    else:
+        recipe = _OWN_IMAGES if own else get_recipe(DEFAULT)
+    return tyro.cli(
+        _Arguments,
+        args=arguments,
+        default=_Arguments(recipe, Options(), seeds),
+        prog=f"isda {command} {name or '[RECIPE]'}",
+        description=_COMMANDS[command].__doc__,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def _plans(recipe: Recipe, seeds: tuple[int, ...]) -> list[Plan]:
+    """A run for each seed, under the name of the recipe and what was changed in it."""
+    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
+        raise InputError(f"seeds must be different numbers >= 0, got {' '.join(map(str, seeds))}")
+    name = name_of(recipe)
+    usual = RECIPES.get(name)
+    if usual is None:
+        return [Plan(name, recipe, seed) for seed in seeds]
+    changes = [
+        f"+{key}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
+        for key, (_, new) in differing_fields(usual, recipe).items()
+    ]
+    return [Plan(name + "".join(changes), recipe, seed) for seed in seeds]
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"isda: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""Images in folders, one per class, read by worker processes: ImageNet and the user's own data.
+
+What is random about a sample depends on (seed, epoch, place in the data set) alone: not on the
+number of workers or ranks, nor on the step at which a run was resumed.
+"""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.transforms import v2
+
+from isda.experiments import draws
+from isda.experiments.data import epoch_order, rank_slice, split, steps_per_epoch
+from isda.experiments.errors import InputError
+
+__all__ = ["FolderImages", "load_folder"]
+
+_Item = tuple[str, int, int | None]  # file, target, seed of its crop and flip or None for the test
+_Batch = tuple[Tensor, Tensor]
+
+_ORDER, _SAMPLE = 0xF0, 0xF1  # purposes of the keys
+
+
+@dataclass(frozen=True, eq=False)
+class FolderImages:
+    """Image files with their classes, read in batches with ImageNet's usual crops and mean."""
+
+    name: str
+    train_files: tuple[str, ...]
+    train_target: Tensor  # int64 (N,)
+    test_files: tuple[str, ...]
+    test_target: Tensor
+    class_names: tuple[str, ...]
+    image_size: int = 224  # S, pixels
+    workers: int = 0  # processes that decode; 0 decodes in this one
+    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    std: tuple[float, ...] = (0.229, 0.224, 0.225)
+    _idle: list["_Loader"] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes C."""
+        return len(self.class_names)
+
+    def hold_out(self, number: int = 5000, *, seed: int = 0) -> "FolderImages":
+        """Validation split, see :meth:`isda.experiments.data.ImageArrays.hold_out`."""
+        kept, held = split(self.train_target, number, seed=seed)
+        return replace(
+            self,
+            train_files=tuple(self.train_files[i] for i in kept.tolist()),
+            train_target=self.train_target[kept],
+            test_files=tuple(self.train_files[i] for i in held.tolist()),
+            test_target=self.train_target[held],
+        )
+
+    def train_batches(
+        self,
+        *,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        rank: int = 0,
+        world: int = 1,
+        start_step: int = 0,
+    ) -> Iterator[_Batch]:
+        """Batches of an epoch in random order, cropped and flipped at random; the last is partial.
+
+        Args:
+            batch_size: images of all ranks together.
+            seed: seed of the run.
+            epoch: epoch, from 0.
+            rank: which contiguous part of each batch to yield; it may be empty.
+            world: number of parts.
+            start_step: batches to leave out, for a run that is resumed within an epoch.
+
+        Shape:
+            yields images float32 (N, 3, S, S) and target int64 (N,), pinned where there is a GPU.
+        """
+        number = len(self.train_files)
+        order = epoch_order(number, draws.key(seed, _ORDER, epoch)).tolist()
+        seeds = draws.bits((number,), draws.key(seed, _SAMPLE, epoch)).tolist()
+        target = self.train_target.tolist()
+
+        def batches() -> Iterator[list[_Item]]:
+            for step in range(start_step, steps_per_epoch(number, batch_size)):
+                batch = order[step * batch_size : (step + 1) * batch_size]
+                part = batch[rank_slice(len(batch), rank=rank, world=world)]
+                yield [(self.train_files[i], target[i], seeds[i]) for i in part]
+
+        return self._read(batches())
+
+    def test_batches(self, batch_size: int, *, rank: int = 0, world: int = 1) -> Iterator[_Batch]:
+        """Batches of the test part in its own order, resized and cropped at the centre."""
+        number, target = len(self.test_files), self.test_target.tolist()
+
+        def batches() -> Iterator[list[_Item]]:
+            for first in range(0, number, batch_size):
+                batch = range(first, min(first + batch_size, number))
+                part = batch[rank_slice(len(batch), rank=rank, world=world)]
+                yield [(self.test_files[i], target[i], None) for i in part]
+
+        return self._read(batches())
+
+    def _read(self, batches: Iterator[list[_Item]]) -> Iterator[_Batch]:
+        # workers live on and serve the next epoch; iterators used side by side have workers each
+        loader = self._idle.pop() if self._idle else _Loader(self)
+        try:
+            yield from loader.read(batches)
+        finally:
+            self._idle.append(loader)
+
+
+def load_folder(
+    path: Path,
+    *,
+    name: str,
+    image_size: int = 224,
+    workers: int = 0,
+    skip_unreadable: bool = False,
+    check: bool = True,
+) -> FolderImages:
+    """Find the images of a folder; :func:`isda.experiments.data.load_data` says how it is laid out.
+
+    Args:
+        path: the folder.
+        name: name of the data set.
+        image_size: side of the images, in pixels.
+        workers: processes that decode, and threads that check.
+        skip_unreadable: leave out what ``check`` finds, instead of raising.
+        check: decode every file once to find those that cannot be read.
+    """
+    if image_size < 1:
+        raise InputError(f"image_size must be >= 1, got {image_size}")
+    if workers < 0:
+        raise InputError(f"workers must be >= 0, got {workers}")
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
+    train = path / "train" if _class_names(path / "train") else path
+    tests = [path / part for part in ("val", "valid", "test") if (path / part).is_dir()]
+    test = tests[0] if tests and train != path else None
+    if name == "imagenet" and test is None:
+        raise InputError(f"{path} must have folders of classes in train/ and val/")
+
+    class_names = _class_names(train)
+    if len(class_names) < 2:
+        raise InputError(
+            f"{train} must have a folder for each of two or more classes, got {len(class_names)}"
+        )
+    strange = [c for c in _class_names(test) if c not in class_names] if test else []
+    if strange:
+        raise InputError(f"{test} has classes that {train} has not: {_few(strange)}")
+
+    samples = _samples(train, class_names)
+    test_samples = _samples(test, class_names) if test else []
+    if check:
+        bad = _unreadable([file for file, _ in samples + test_samples], threads=max(1, workers))
+        if bad and not skip_unreadable:
+            raise InputError(
+                f"{len(bad)} of {len(samples) + len(test_samples)} images under {path} cannot be "
+                f"read (--skip-unreadable leaves them out): {_few(bad)}"
+            )
+        skipped = set(bad)
+        samples = [sample for sample in samples if sample[0] not in skipped]
+        test_samples = [sample for sample in test_samples if sample[0] not in skipped]
+    if test and not test_samples:
+        raise InputError(f"{test} has no images")
+    found = FolderImages(
+        name=name,
+        train_files=tuple(file for file, _ in samples),
+        train_target=torch.tensor([c for _, c in samples], dtype=torch.int64),
+        test_files=tuple(file for file, _ in test_samples),
+        test_target=torch.tensor([c for _, c in test_samples], dtype=torch.int64),
+        class_names=tuple(class_names),
+        image_size=image_size,
+        workers=workers,
+    )
+    empty = _absent(found)
+    if empty:
+        raise InputError(f"{train} has classes without images: {_few(empty)}")
+    if test:
+        return found
+    found = found.hold_out(max(1, round(len(samples) / 5)))
+    if _absent(found):
+        raise InputError(
+            f"{train} has too few images to hold out one in five: {len(samples)} of "
+            f"{len(class_names)} classes"
+        )
+    return found
+
+
+class _Files(Dataset[tuple[Tensor, int]]):
+    """Reads the files that the items name, so that no worker needs the whole list."""
+
+    def __init__(self, data: FolderImages) -> None:
+        to_tensor = [
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(data.mean, data.std),
+        ]
+        size = data.image_size
+        self.train = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *to_tensor])
+        self.test = v2.Compose(
+            [v2.Resize(round(size * 256 / 224)), v2.CenterCrop(size), *to_tensor]
+        )
+
+    def __getitem__(self, item: _Item) -> tuple[Tensor, int]:
+        file, target, seed = item
+        try:
+            with Image.open(file) as opened:
+                image = opened.convert("RGB")
+        except Exception as error:  # decoders raise all kinds
+            raise InputError(f"{file} cannot be read: {error}") from error
+        if seed is None:
+            return self.test(image).as_subclass(Tensor), target
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPU's too
+            return self.train(image).as_subclass(Tensor), target
+
+
+class _Batches(Sampler[list[_Item]]):
+    """The batches to read next."""
+
+    def __init__(self) -> None:
+        self.items: Iterable[list[_Item]] = ()
+
+    def __iter__(self) -> Iterator[list[_Item]]:
+        return iter(self.items)
+
+
+class _Loader:
+    """Worker processes that outlast an epoch, and end with the last reference to this object."""
+
+    def __init__(self, data: FolderImages) -> None:
+        self.batches = _Batches()
+        self.loader: DataLoader[tuple[Tensor, int]] = DataLoader(
+            _Files(data),
+            batch_sampler=self.batches,
+            num_workers=data.workers,
+            persistent_workers=data.workers > 0,
+            collate_fn=partial(_collate, size=data.image_size),
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # leaves torch's own alone
+        )
+
+    def read(self, batches: Iterable[list[_Item]]) -> Iterator[_Batch]:
+        self.batches.items = batches
+        try:
+            for batch in self.loader:  # a pair, of which pinning makes a list
+                yield batch[0], batch[1]
+        except InputError as error:  # from a worker it comes wrapped in a traceback
+            raise InputError(str(error).strip().rpartition("InputError: ")[2]) from None
+
+
+def _collate(samples: list[tuple[Tensor, int]], *, size: int) -> _Batch:
+    if not samples:  # a rank without a share in the last batch
+        return torch.empty(0, 3, size, size), torch.empty(0, dtype=torch.int64)
+    images, target = default_collate(samples)
+    return images, target
+
+
+def _class_names(path: Path) -> list[str]:
+    if not path.is_dir():
+        return []
+    return sorted(p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _samples(path: Path, class_names: list[str]) -> list[tuple[str, int]]:
+    places = {name: index for index, name in enumerate(class_names)}
+    return make_dataset(path, places, extensions=IMG_EXTENSIONS, allow_empty=True)
+
+
+def _absent(data: FolderImages) -> list[str]:
+    count = data.train_target.bincount(minlength=data.num_classes).tolist()
+    return [name for name, number in zip(data.class_names, count, strict=True) if not number]
+
+
+def _unreadable(files: list[str], *, threads: int) -> list[str]:
+    def readable(file: str) -> bool:
+        try:
+            with Image.open(file) as image:
+                image.draft("RGB", (1, 1))  # a JPEG at an eighth of its size: still reads it all
+                image.load()
+        except Exception:  # decoders raise all kinds
+            return False
+        return True
+
+    with ThreadPoolExecutor(threads) as pool:  # decoders release the interpreter's lock
+        return [
+            file for file, good in zip(files, pool.map(readable, files), strict=True) if not good
+        ]
+
+
+def _few(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,105 @@
+"""The paper's networks by name (Section 5, Appendix B), and any model of timm as ``timm:NAME``."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from isda.experiments.errors import InputError, unknown
+from isda.experiments.networks.densenet import densenet_bc100_12, densenet_bc190_40
+from isda.experiments.networks.imagenet import (
+    densenet121,
+    densenet265,
+    resnet50,
+    resnet101,
+    resnet152,
+    resnext50_32x4d,
+    resnext101_32x8d,
+)
+from isda.experiments.networks.network import Network
+from isda.experiments.networks.resnet import resnet8, resnet32, resnet110, se_resnet110
+from isda.experiments.networks.resnext import resnext29_8x64d
+from isda.experiments.networks.shake_shake import shake_shake26_2x32d, shake_shake26_2x112d
+from isda.experiments.networks.stochastic import bind_draws
+from isda.experiments.networks.wide_resnet import wide_resnet16_8, wide_resnet28_10
+
+__all__ = ["NETWORKS", "Network", "bind_draws", "create_network"]
+
+NETWORKS: Mapping[str, Callable[..., Network]] = {
+    builder.__name__: builder
+    for builder in (
+        resnet8,
+        resnet32,
+        resnet110,
+        se_resnet110,
+        wide_resnet16_8,
+        wide_resnet28_10,
+        resnext29_8x64d,
+        densenet_bc100_12,
+        densenet_bc190_40,
+        shake_shake26_2x32d,
+        shake_shake26_2x112d,
+        resnet50,
+        resnet101,
+        resnet152,
+        densenet121,
+        densenet265,
+        resnext50_32x4d,
+        resnext101_32x8d,
+    )
+}
+
+
+def create_network(
+    name: str,
+    *,
+    num_classes: int,
+    in_channels: int = 3,
+    drop_rate: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Network:
+    """Build a network by name.
+
+    Args:
+        name: a key of ``NETWORKS``, or ``timm:NAME``.
+        num_classes: C, the number of logits.
+        in_channels: channels of the images; the ImageNet networks take 3.
+        drop_rate: dropout rate of the networks that have a place for it: not ResNeXt, Shake-Shake
+            and the ImageNet ResNets.
+        generator: CPU generator that the initial weights are a function of; torch's own if None.
+
+    Example:
+        >>> network = create_network("resnet32", num_classes=100)
+        >>> network(torch.zeros(2, 3, 32, 32)).shape, network.num_features
+        (torch.Size([2, 100]), 64)
+    """
+    if num_classes < 1:
+        raise InputError(f"num_classes must be >= 1, got {num_classes}")
+    if in_channels < 1:
+        raise InputError(f"in_channels must be >= 1, got {in_channels}")
+    if not 0 <= drop_rate < 1:
+        raise InputError(f"drop_rate must be in [0, 1), got {drop_rate}")
+    builder = _builder(name)
+    options: dict[str, float] = {}
+    accepted = inspect.signature(builder).parameters
+    for option, value, default in (("in_channels", in_channels, 3), ("drop_rate", drop_rate, 0)):
+        if option in accepted:
+            options[option] = value
+        elif value != default:
+            raise InputError(f"{option} of {name} must be {default}, got {value}")
+
+    seed = torch.randint(2**63 - 1, (), generator=generator, device="cpu").item()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(seed))
+        return builder(num_classes=num_classes, **options)
+
+
+def _builder(name: str) -> Callable[..., Network]:
+    if name.startswith("timm:"):
+        from isda.experiments.networks.timm import TimmNetwork  # slow to import, seldom needed
+
+        return partial(TimmNetwork, name.removeprefix("timm:"))
+    if name not in NETWORKS:
+        raise unknown("network", name, NETWORKS)
+    return NETWORKS[name]

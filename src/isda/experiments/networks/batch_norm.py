@@ -1,0 +1,58 @@
+"""Batch normalisation over the images of all ranks, so that several processes equal one."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["synchronize_batch_norm"]
+
+
+def synchronize_batch_norm(network: nn.Module, device: torch.device) -> nn.Module:
+    """Let every batch normalisation of a network see the images of all ranks, on CPUs, too."""
+    if device.type == "cuda":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(network)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = _RankedBatchNorm2d
+    return network
+
+
+class _RankedBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm2d whose mean and variance in training are those of all ranks' images."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        number = input.new_tensor(float(input.numel() // input.shape[1]))
+        dist.all_reduce(number)
+        mean = _SumOverRanks.apply(input.sum((0, 2, 3))) / number  # (C,)
+        centred = input - mean[:, None, None]
+        variance = _SumOverRanks.apply(centred.square().sum((0, 2, 3))) / number
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * number / (number - 1), self.momentum)
+        scale = self.weight * (variance + self.eps).rsqrt()
+        return centred * scale[:, None, None] + self.bias[:, None, None]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks whose gradient is the sum over ranks of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        dist.all_reduce(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        grad = grads[0].clone()
+        dist.all_reduce(grad)
+        return grad

@@ -1,0 +1,78 @@
+"""DenseNet-BC for CIFAR (Huang et al., 2017): bottlenecks, compression 0.5, a stem of 2k channels.
+
+The authors' code has a stem of 24 channels whatever the growth rate k; the paper's parameter counts
+belong to 2k.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isda.experiments.networks.network import ConvNetwork, conv
+from isda.experiments.networks.stochastic import Dropout
+
+__all__ = ["DenseLayer", "densenet_bc100_12", "densenet_bc190_40"]
+
+
+def densenet_bc100_12(
+    *, num_classes: int, in_channels: int = 3, drop_rate: float = 0.0
+) -> ConvNetwork:
+    """DenseNet-BC-100-12: 0.8 M parameters, A = 342."""
+    return _densenet(100, 12, num_classes, in_channels, drop_rate)
+
+
+def densenet_bc190_40(
+    *, num_classes: int, in_channels: int = 3, drop_rate: float = 0.0
+) -> ConvNetwork:
+    """DenseNet-BC-190-40: 25.6 M parameters, A = 2190."""
+    return _densenet(190, 40, num_classes, in_channels, drop_rate)
+
+
+class DenseLayer(nn.Module):
+    """Appends ``growth`` channels, made through a bottleneck of four times as many, to its input.
+
+    Dropout, if any, follows each of the two convolutions.
+    """
+
+    def __init__(self, in_channels: int, growth: int, *, drop_rate: float = 0.0) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = conv(in_channels, 4 * growth, 1)
+        self.dropout1 = Dropout(drop_rate) if drop_rate else None
+        self.bn2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = conv(4 * growth, growth)
+        self.dropout2 = Dropout(drop_rate) if drop_rate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        new = self.conv1(F.relu(self.bn1(x), inplace=True))
+        if self.dropout1 is not None:
+            new = self.dropout1(new)
+        new = self.conv2(F.relu(self.bn2(new), inplace=True))
+        if self.dropout2 is not None:
+            new = self.dropout2(new)
+        return torch.cat((x, new), 1)
+
+
+def _densenet(
+    depth: int, growth: int, num_classes: int, in_channels: int, drop_rate: float
+) -> ConvNetwork:
+    channels = 2 * growth
+    body = nn.Sequential(conv(in_channels, channels))
+    for block in range(3):
+        if block:
+            body.append(_transition(channels, drop_rate))
+            channels //= 2
+        for _ in range((depth - 4) // 6):
+            body.append(DenseLayer(channels, growth, drop_rate=drop_rate))
+            channels += growth
+    body.extend((nn.BatchNorm2d(channels), nn.ReLU(inplace=True)))
+    return ConvNetwork(body, channels, num_classes)
+
+
+def _transition(channels: int, drop_rate: float) -> nn.Sequential:
+    layers = nn.Sequential(
+        nn.BatchNorm2d(channels), nn.ReLU(inplace=True), conv(channels, channels // 2, 1)
+    )
+    if drop_rate:
+        layers.append(Dropout(drop_rate))
+    return layers.append(nn.AvgPool2d(2))

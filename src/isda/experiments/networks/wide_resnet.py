@@ -1,0 +1,69 @@
+"""Wide ResNet for CIFAR (Zagoruyko and Komodakis, 2016).
+
+Pre-activation, 6n + 4 layers, a 1×1 convolution as shortcut where the shape changes.
+"""
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isda.experiments.networks.network import ConvNetwork, conv, stages
+from isda.experiments.networks.stochastic import Dropout
+
+__all__ = ["PreactivationBlock", "wide_resnet16_8", "wide_resnet28_10"]
+
+
+def wide_resnet16_8(
+    *, num_classes: int, in_channels: int = 3, drop_rate: float = 0.0
+) -> ConvNetwork:
+    """Wide-ResNet-16-8: 11.0 M parameters, A = 512."""
+    return _wide_resnet(16, 8, num_classes, in_channels, drop_rate)
+
+
+def wide_resnet28_10(
+    *, num_classes: int, in_channels: int = 3, drop_rate: float = 0.0
+) -> ConvNetwork:
+    """Wide-ResNet-28-10: 36.5 M parameters, A = 640; the paper's rows have drop_rate 0.3."""
+    return _wide_resnet(28, 10, num_classes, in_channels, drop_rate)
+
+
+class PreactivationBlock(nn.Module):
+    """Normalisation and ReLU before each of two 3×3 convolutions; dropout, if any, between them.
+
+    Where the shape changes the shortcut starts behind the first activation.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, stride: int, *, drop_rate: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(in_channels)
+        self.conv1 = conv(in_channels, out_channels, stride=stride)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.dropout = Dropout(drop_rate) if drop_rate else None
+        self.conv2 = conv(out_channels, out_channels)
+        self.shortcut = None
+        if stride != 1 or in_channels != out_channels:
+            self.shortcut = conv(in_channels, out_channels, 1, stride=stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = F.relu(self.bn1(x), inplace=True)
+        residual = F.relu(self.bn2(self.conv1(active)), inplace=True)
+        if self.dropout is not None:
+            residual = self.dropout(residual)
+        return self.conv2(residual) + (x if self.shortcut is None else self.shortcut(active))
+
+
+def _wide_resnet(
+    depth: int, widening: int, num_classes: int, in_channels: int, drop_rate: float
+) -> ConvNetwork:
+    widths = 16 * widening, 32 * widening, 64 * widening
+    block = partial(PreactivationBlock, drop_rate=drop_rate)
+    body = nn.Sequential(
+        conv(in_channels, 16),
+        stages(block, 16, widths, (depth - 4) // 6),
+        nn.BatchNorm2d(widths[-1]),
+        nn.ReLU(inplace=True),
+    )
+    return ConvNetwork(body, widths[-1], num_classes)

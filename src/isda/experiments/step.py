@@ -1,0 +1,420 @@
+"""One training step, of several runs side by side, captured whole in a CUDA graph.
+
+A :class:`Lane` is all that one run changes while it trains. A :class:`Company` is the lanes that
+take each step together: small networks leave a large GPU idle, so their steps are captured on
+forked streams of one graph. A lane draws its random numbers from its own key, so that it ends with
+the same weights alone and in company. On a CPU, and where a step cannot be captured, the same
+functions run as they are.
+"""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isda import distributed
+from isda.experiments import draws
+from isda.experiments.augment import Augmentation, create_augmentation
+from isda.experiments.baselines import create_criterion
+from isda.experiments.data import ImageArrays, epoch_order, normalize, rank_slice, steps_per_epoch
+from isda.experiments.folder import FolderImages
+from isda.experiments.networks import Network, bind_draws, create_network
+from isda.experiments.networks.batch_norm import synchronize_batch_norm
+from isda.experiments.recipes import Recipe
+from isda.experiments.statistics import expected_calibration_error
+
+__all__ = ["Company", "Lane"]
+
+_ORDER, _AUGMENT, _EPOCH, _NETWORK = range(1, 5)  # purposes of a run's keys
+_TEST_BATCH = 1000
+
+
+class Lane:
+    """Network, optimiser, statistics and place in the data of one run.
+
+    Args:
+        recipe: what is trained and how.
+        seed: of the run; it decides weights, order, augmentation and dropout.
+        data: data set, on the device if it is held in arrays.
+        device: where the run trains.
+        rank: this process among those that train the run together.
+        world: number of those processes.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        data: ImageArrays | FolderImages,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.recipe, self.seed, self.data, self.device = recipe, seed, data, device
+        self.rank, self.world = rank, world
+        self.epoch = 0  # epochs done
+        self.key = draws.key(seed, device=device)
+        self.augment = create_augmentation(recipe.augment)
+        self.network = self._create_network()
+        self.criterion = create_criterion(
+            recipe, num_features=self.network.num_features, num_classes=data.num_classes
+        ).to(device)
+        self.average = copy.deepcopy(self.network).requires_grad_(False) if recipe.ema else None
+
+        self.learning_rate = torch.zeros((), device=device)
+        self.progress = torch.zeros((), device=device)  # t/T of the ramp
+        self.position = torch.zeros((), dtype=torch.int64, device=device)  # images of the epoch
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)  # of the whole run
+        self.total_loss = torch.zeros((), device=device)  # over the images of the epoch
+        self.network_key = torch.zeros((), dtype=torch.int64, device=device)
+        self.results = torch.zeros(3, device=device)  # test error, loss, calibration error
+        bind_draws(self.network, self.network_key)
+
+        self.parameters = list(self.network.parameters())
+        self.optimizer = torch.optim.SGD(
+            self.parameters,
+            lr=self.learning_rate,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov,
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
+        if recipe.momentum:  # from zeros, so that the first step is like any other
+            for parameter in self.parameters:
+                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        self._images = self._order = torch.empty(0)  # of a loader, nothing
+        if isinstance(data, ImageArrays):
+            self._images = data.train_images
+            self._order = torch.arange(len(data.train_target), device=device)
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # of a loader, by batch size
+        self._model = self._create_model()
+        self._prepare = _prepare
+        if self._compiled:
+            self._prepare = torch.compile(_prepare, dynamic=False)
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+
+    @staticmethod
+    def create_network(recipe: Recipe, data: ImageArrays | FolderImages, seed: int) -> Network:
+        """The network of a recipe for a data set, with the weights of a seed."""
+        return create_network(
+            recipe.network,
+            num_classes=data.num_classes,
+            in_channels=data.train_images.shape[1] if isinstance(data, ImageArrays) else 3,
+            drop_rate=recipe.drop_rate,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    @property
+    def num_images(self) -> int:
+        """Number of training images."""
+        return len(self.data.train_target)
+
+    def batch_sizes(self) -> Iterator[int]:
+        """Images of all ranks in each step of an epoch; the last batch may be smaller."""
+        for step in range(steps_per_epoch(self.num_images, self.recipe.batch_size)):
+            start = step * self.recipe.batch_size
+            yield min(self.recipe.batch_size, self.num_images - start)
+
+    def begin_epoch(self) -> None:
+        """Set schedules, order and whatever is augmented ahead of the epoch."""
+        self.learning_rate.fill_(self.recipe.learning_rate_at(self.epoch))
+        self.progress.fill_(self.recipe.progress_at(self.epoch))
+        self.position.zero_()
+        self.total_loss.zero_()
+        if not isinstance(self.data, ImageArrays):
+            return
+        key = draws.fold(draws.fold(self.key, _ORDER), self.epoch)
+        self._order.copy_(epoch_order(self.num_images, key))
+        if self.augment.epoch is not None:
+            key = draws.fold(draws.fold(self.key, _EPOCH), self.epoch)
+            images = self.augment.epoch(self.data.train_images, key)
+            if self._images is self.data.train_images:
+                self._images = images  # a set of its own from now on, at a fixed address
+            else:
+                self._images.copy_(images)
+
+    def load(self, images: Tensor, target: Tensor) -> None:
+        """Take over a batch of a loader."""
+        number = len(target)
+        if number not in self._inputs:
+            self._inputs[number] = (
+                torch.empty_like(images, device=self.device),
+                torch.empty_like(target, device=self.device),
+            )
+        for buffer, tensor in zip(self._inputs[number], (images, target), strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+
+    def step(self, size: int) -> None:
+        """One step on the next ``size`` images of all ranks; nothing waits for the host."""
+        part = rank_slice(size, rank=self.rank, world=self.world)
+        if self.world > 1:
+            bind_draws(self.network, self.network_key, offset=part.start)
+        images, target = self._batch(part)
+        self.network_key.copy_(draws.fold(draws.fold(self.key, _NETWORK), self.steps))
+        self.optimizer.zero_grad(set_to_none=True)
+        with self._autocast():
+            features, logits = self._model(images)
+        head = self.network.get_classifier()
+        progress = self.progress
+        if self.recipe.ramp == "step":
+            per_epoch = steps_per_epoch(self.num_images, self.recipe.batch_size)
+            progress = self.steps / (self.recipe.epochs * per_epoch)
+        loss = self.criterion(
+            features, head.weight, target, bias=head.bias, logits=logits, progress=progress
+        )
+        loss.backward()
+        self.optimizer.step()
+        if self.average is not None:
+            self._update_average(self.average)
+        self.total_loss += loss.detach() * size
+        self.position += size
+        self.steps += 1
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Test error in percent, negative log likelihood, calibration error: into ``results``."""
+        network = self.network if self.average is None else self.average
+        network.eval()
+        parts = []
+        for images, target in self._test_batches():
+            with self._autocast():
+                parts.append((network(self._layout(images)).float(), target))
+        network.train()
+        logits, target = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        if self.world > 1:
+            size, _ = distributed.agree(len(target), 0, None)
+            logits, target = distributed.gather_batch(logits, target, None, size=size)
+            logits, target = logits[target >= 0], target[target >= 0]
+        error = (logits.argmax(1) != target).float().mean()
+        calibration = expected_calibration_error(logits.softmax(1), target)
+        self.results.copy_(torch.stack([100 * error, F.cross_entropy(logits, target), calibration]))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that a step changes."""
+        for module in (self.network, self.criterion, self.average):
+            if module is not None:
+                yield from module.parameters()
+                yield from module.buffers()
+        yield from self._momentum()
+        yield self.position
+        yield self.steps
+        yield self.total_loss
+        yield self.network_key
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds; a run is saved between two epochs."""
+        state = {
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "network": self.network.state_dict(),
+            "criterion": self.criterion.state_dict(),
+            "momentum": self._momentum(),
+        }
+        return state if self.average is None else state | {"average": self.average.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, in place."""
+        self.epoch = state["epoch"]
+        self.steps.copy_(state["steps"])
+        self.network.load_state_dict(state["network"])
+        self.criterion.load_state_dict(state["criterion"])
+        for buffer, saved in zip(self._momentum(), state["momentum"], strict=True):
+            buffer.copy_(saved)
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+
+    @property
+    def _compiled(self) -> bool:
+        return self.recipe.compile and self.device.type == "cuda"
+
+    def _create_network(self) -> Network:
+        network = self.create_network(self.recipe, self.data, self.seed)
+        if self.world > 1:
+            synchronize_batch_norm(network, self.device)
+        layout = torch.channels_last if self.recipe.channels_last else torch.preserve_format
+        return network.to(self.device).to(memory_format=layout)
+
+    def _create_model(self) -> Any:
+        model: nn.Module = _FeaturesAndLogits(self.network)
+        if self.world > 1:
+            on_gpu = self.device.type == "cuda"
+            model = nn.parallel.DistributedDataParallel(
+                model, device_ids=[self.device.index] if on_gpu else None, broadcast_buffers=False
+            )
+        return torch.compile(model, dynamic=False) if self._compiled else model
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"
+        )
+
+    def _layout(self, images: Tensor) -> Tensor:
+        if self.recipe.channels_last:
+            return images.contiguous(memory_format=torch.channels_last)
+        return images
+
+    def _batch(self, part: slice) -> tuple[Tensor, Tensor]:
+        if not isinstance(self.data, ImageArrays):
+            images, target = self._inputs[part.stop - part.start]
+            return self._layout(images), target
+        images, target = self._prepare(
+            self._images,
+            self.data.train_target,
+            self._order,
+            self.position,
+            draws.fold(draws.fold(self.key, _AUGMENT), self.steps),
+            part.start,
+            part.stop,
+            self.augment,
+            self.data.mean,
+            self.data.std,
+        )
+        return self._layout(images), target
+
+    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = self.data
+        if not isinstance(data, ImageArrays):
+            size = 2 * self.recipe.batch_size
+            for images, target in data.test_batches(size, rank=self.rank, world=self.world):
+                yield images.to(self.device), target.to(self.device)
+            return
+        mine = rank_slice(len(data.test_target), rank=self.rank, world=self.world)
+        images, target = data.test_images[mine], data.test_target[mine]
+        for part, labels in zip(images.split(_TEST_BATCH), target.split(_TEST_BATCH), strict=True):
+            yield normalize(part, data.mean, data.std), labels
+
+    def _momentum(self) -> list[Tensor]:
+        if not self.recipe.momentum:
+            return []
+        return [self.optimizer.state[parameter]["momentum_buffer"] for parameter in self.parameters]
+
+    @torch.no_grad()
+    def _update_average(self, average: nn.Module) -> None:
+        averages: list[Tensor] = list(average.parameters())
+        torch._foreach_lerp_(averages, tuple(self.parameters), 1 - self.recipe.ema)
+        for buffer, current in zip(average.buffers(), self.network.buffers(), strict=True):
+            if buffer.is_floating_point():
+                buffer.lerp_(current, 1 - self.recipe.ema)
+            else:
+                buffer.copy_(current)
+
+
+class Company:
+    """Lanes that take every step together.
+
+    Args:
+        lanes: runs with the same data, batch size and number of epochs.
+        capture: capture the steps of all lanes in CUDA graphs.
+    """
+
+    def __init__(self, lanes: list[Lane], *, capture: bool) -> None:
+        self.lanes = lanes
+        self.capture = capture
+        self._graphs: dict[int | str, torch.cuda.CUDAGraph] = {}
+
+    def train_epoch(self) -> None:
+        """Train every lane for an epoch."""
+        for lane in self.lanes:
+            lane.begin_epoch()
+        if isinstance(self.lanes[0].data, ImageArrays):
+            for size in self.lanes[0].batch_sizes():
+                self._run(size, partial(Lane.step, size=size))
+            return
+        batches = [
+            lane.data.train_batches(
+                batch_size=lane.recipe.batch_size,
+                seed=lane.seed,
+                epoch=lane.epoch,
+                rank=lane.rank,
+                world=lane.world,
+            )
+            for lane in self.lanes
+            if isinstance(lane.data, FolderImages)
+        ]
+        for size, *loaded in zip(self.lanes[0].batch_sizes(), *batches, strict=True):
+            for lane, (images, target) in zip(self.lanes, loaded, strict=True):
+                lane.load(images, target)
+            self._run(size, partial(Lane.step, size=size))
+
+    def evaluate(self) -> list[list[float]]:
+        """Training loss of the epoch and ``Lane.results`` of every lane; waits for the device."""
+        if isinstance(self.lanes[0].data, ImageArrays):
+            self._run("evaluate", Lane.evaluate)
+        else:
+            for lane in self.lanes:
+                lane.evaluate()
+        rows = []
+        for lane in self.lanes:
+            loss = distributed.sum_over_ranks(lane.total_loss.clone()) / lane.world
+            rows.append(torch.cat([loss[None] / lane.num_images, lane.results]))
+        return torch.stack(rows).tolist()
+
+    def _run(self, name: int | str, function: Any) -> None:
+        if not self.capture:
+            for lane in self.lanes:
+                function(lane)
+            return
+        if name not in self._graphs:
+            self._graphs[name] = self._record(function)
+        self._graphs[name].replay()
+
+    def _record(self, function: Any) -> torch.cuda.CUDAGraph:
+        """Capture a function of all lanes, each on its stream; undo what warming up changed."""
+        torch.cuda.synchronize()
+        for lane in self.lanes:
+            before = [tensor.detach().clone() for tensor in lane.tensors()]
+            with torch.cuda.stream(lane.stream):
+                for _ in range(3):  # compiles, chooses kernels, allocates
+                    function(lane)
+            torch.cuda.synchronize()
+            with torch.no_grad():
+                for tensor, saved in zip(lane.tensors(), before, strict=True):
+                    tensor.copy_(saved)
+            lane.optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            main = torch.cuda.current_stream()
+            for lane in self.lanes:
+                lane.stream.wait_stream(main)
+                with torch.cuda.stream(lane.stream):
+                    function(lane)
+            for lane in self.lanes:
+                main.wait_stream(lane.stream)
+        return graph
+
+
+class _FeaturesAndLogits(nn.Module):
+    """What a criterion wants of a network."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.network.forward_features(images)
+        return features, self.network.get_classifier()(features)
+
+
+def _prepare(
+    images: Tensor,
+    target: Tensor,
+    order: Tensor,
+    position: Tensor,
+    key: Tensor,
+    start: int,
+    stop: int,
+    augment: Augmentation,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> tuple[Tensor, Tensor]:
+    """Images start to stop of the batch at ``position``: gathered, augmented, normalised."""
+    index = order[position + torch.arange(start, stop, device=order.device)]
+    batch = augment.step(images[index], key, start=start)
+    return normalize(batch, mean, std), target[index]

@@ -1,0 +1,273 @@
+"""Augmentation against loops over single images: numpy and torchvision."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from isda.experiments import augment, draws
+from isda.experiments.augment import create_augmentation
+from isda.experiments.autoaugment import POLICY, autoaugment, draw_policies
+from isda.experiments.errors import InputError
+
+
+def images_of(*shape: int, device: torch.device) -> Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8).to(device)
+
+
+def naive_crop(image: np.ndarray, offset: np.ndarray, padding: int) -> np.ndarray:
+    height, width = image.shape[1:]
+    padded = np.pad(image, ((0, 0), (padding, padding), (padding, padding)), mode="reflect")
+    return padded[:, offset[0] : offset[0] + height, offset[1] : offset[1] + width]
+
+
+def naive_cutout(image: np.ndarray, centre: np.ndarray, size: int) -> np.ndarray:
+    image = image.copy()
+    for y in range(centre[0] - size // 2, centre[0] - size // 2 + size):
+        for x in range(centre[1] - size // 2, centre[1] - size // 2 + size):
+            if 0 <= y < image.shape[1] and 0 <= x < image.shape[2]:
+                image[:, y, x] = 0
+    return image
+
+
+@pytest.mark.parametrize(
+    ("shape", "padding"),
+    [((50, 3, 32, 32), 4), ((7, 1, 8, 5), 3), ((5, 2, 6, 9), 0), ((0, 3, 8, 8), 4)],
+)
+def test_crop_and_flip(shape: tuple[int, ...], padding: int, device: torch.device) -> None:
+    images = images_of(*shape, device=device)
+    offsets = torch.randint(0, 2 * padding + 1, (shape[0], 2))
+    flip = torch.randint(0, 2, (shape[0],)) == 1
+    cropped = augment.random_crop(images, offsets.to(device), padding=padding)
+    flipped = augment.random_flip(images, flip.to(device))
+    both = augment.crop_and_flip(images, offsets.to(device), flip.to(device), padding=padding)
+    for result in (cropped, flipped, both):
+        assert result.shape == shape
+        assert result.dtype == torch.uint8
+    for i in range(shape[0]):
+        image = images[i].cpu().numpy()
+        crop = naive_crop(image, offsets[i].numpy(), padding)
+        step = -1 if flip[i] else 1
+        np.testing.assert_array_equal(cropped[i].cpu(), crop)
+        np.testing.assert_array_equal(flipped[i].cpu(), image[:, :, ::step])
+        np.testing.assert_array_equal(both[i].cpu(), crop[:, :, ::step])
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 16, 40])
+def test_cutout_at_every_centre(size: int, device: torch.device) -> None:
+    height, width = 9, 7  # every corner and border clips the hole somewhere
+    centre = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+    images = images_of(len(centre), 3, height, width, device=device).clamp(min=1)
+    result = augment.cutout(images, centre.to(device), size=size).cpu()
+    for i in range(len(centre)):
+        expected = naive_cutout(images[i].cpu().numpy(), centre[i].numpy(), size)
+        np.testing.assert_array_equal(result[i], expected)
+
+
+def test_padding_must_be_smaller_than_the_image(device: torch.device) -> None:
+    images = images_of(2, 3, 4, 8, device=device)
+    with pytest.raises(InputError, match="padding must be smaller than the image, got 4 for 4 x 8"):
+        augment.random_crop(images, torch.zeros(2, 2, dtype=torch.int64, device=device), padding=4)
+
+
+def decode(result: Tensor) -> Tensor:
+    """Which pixel of the original each output pixel shows, for images that hold their own index."""
+    return result[:, 0].long() + 256 * result[:, 1].long()
+
+
+def test_draws_of_crop_and_flip(device: torch.device) -> None:
+    number, size = 20_000, 32
+    index = torch.arange(size * size).view(size, size)
+    image = torch.stack((index % 256, index // 256)).to(torch.uint8)
+    images = image.to(device).expand(number, -1, -1, -1)
+    result = decode(create_augmentation(("crop", "flip")).step(images, draws.key(3, device=device)))
+    middle = result[:, 16, 15:17].cpu()  # far from the border: no reflection
+    row, column = middle // size, middle % size
+    flipped = column[:, 0] > column[:, 1]
+    # a fair coin deviates from a half by less than five standard deviations
+    assert abs(flipped.double().mean() - 0.5) < 5 * 0.5 / number**0.5
+    shift = torch.stack((row[:, 0] - 16, torch.where(flipped, column[:, 1], column[:, 0]) - 15), 1)
+    assert shift.min() == -4
+    assert shift.max() == 4
+    count = torch.bincount((shift[:, 0] + 4) * 9 + shift[:, 1] + 4, minlength=81)
+    assert len(count) == 81
+    expected = number / 81
+    chi_square = ((count - expected) ** 2 / expected).sum()
+    assert chi_square < 80 + 5 * (2 * 80) ** 0.5  # mean 80, variance 160
+    correlation = torch.corrcoef(torch.stack((shift[:, 0], shift[:, 1], flipped)).double())
+    assert (correlation - torch.eye(3)).abs().max() < 5 / number**0.5
+
+
+def test_draws_of_cutout(device: torch.device) -> None:
+    number = 20_000
+    images = torch.ones(number, 1, 6, 5, dtype=torch.uint8, device=device)
+    result = create_augmentation(["cutout"], hole=1).step(images, draws.key(5, device=device))
+    assert (result == 0).flatten(1).sum(1).eq(1).all()
+    count = (result[:, 0] == 0).sum(0).double().cpu()
+    expected = number / 30
+    assert ((count - expected) ** 2 / expected).sum() < 29 + 5 * (2 * 29) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "names", [(), ("crop",), ("flip",), ("cutout",), ("crop", "flip", "cutout")]
+)
+def test_step_of_a_slice_is_a_slice_of_the_step(
+    names: tuple[str, ...], device: torch.device
+) -> None:
+    images = images_of(23, 3, 32, 32, device=device)
+    key = draws.key(1, 2, device=device)
+    step = create_augmentation(names).step
+    whole = step(images, key)
+    parts = [step(images[a:b], key, start=a) for a, b in ((0, 10), (10, 10), (10, 23))]
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(step(images, key), whole)
+    assert torch.equal(whole, images) == (not names)
+    assert torch.equal(step(images, draws.key(1, 3, device=device)), images) == (not names)
+
+
+def test_step_is_the_functions_in_order(device: torch.device) -> None:
+    images = images_of(64, 3, 32, 32, device=device)
+    key = draws.key(7, device=device)
+    cropped = create_augmentation(["crop"]).step(images, key)
+    flipped = create_augmentation(["flip"]).step(cropped, key)
+    holes = create_augmentation(["cutout"]).step(flipped, key)
+    assert torch.equal(create_augmentation(["cutout", "flip", "crop"]).step(images, key), holes)
+
+
+def test_step_compiles_to_one_graph(device: torch.device) -> None:
+    images = images_of(9, 3, 32, 32, device=device)
+    step = create_augmentation(("crop", "flip", "cutout")).step
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for seed in range(3):
+        key = draws.key(seed, device=device)
+        assert torch.equal(compiled(images, key), step(images, key))
+
+
+@pytest.mark.gpu
+def test_step_is_captured_in_a_cuda_graph() -> None:
+    device = torch.device("cuda")
+    images, key = images_of(128, 3, 32, 32, device=device), draws.key(0, device=device)
+    step = create_augmentation(("crop", "flip", "cutout")).step
+    step(images, key)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step(images, key)
+    for seed in (4, 5):
+        key.copy_(draws.key(seed, device=device))
+        graph.replay()
+        assert torch.equal(result, step(images, key))
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(InputError, match="unknown augmentation 'cutuot'; did you mean cutout"):
+        create_augmentation(("crop", "cutuot"))
+    with pytest.raises(InputError, match="padding must be >= 0, got -1"):
+        create_augmentation(("crop",), padding=-1)
+    with pytest.raises(InputError, match="hole must be >= 1, got 0"):
+        create_augmentation(("cutout",), hole=0)
+
+
+SIGNED = {
+    "ShearX",
+    "ShearY",
+    "TranslateX",
+    "TranslateY",
+    "Rotate",
+    "Brightness",
+    "Color",
+    "Contrast",
+}
+SIGNED |= {"Sharpness"}
+
+
+def torchvision_autoaugment(
+    images: Tensor, key: Tensor, monkeypatch: pytest.MonkeyPatch, start: int = 0
+) -> Tensor:
+    """torchvision's own transform on one image after the other, with its random calls answered."""
+    transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
+    choice, applied, negative = (d.tolist() for d in draw_policies(len(images), key, start=start))
+
+    def answers(i: int) -> Iterator[Tensor]:
+        yield torch.tensor(choice[i])
+        for position, (operation, _, _) in enumerate(POLICY[choice[i]]):
+            yield torch.tensor(-1.0 if applied[i][position] else 2.0)  # always or never <= p
+            if applied[i][position] and operation in SIGNED:
+                yield torch.tensor(0.0 if negative[i][position] else 1.0)
+
+    results = []
+    for i, image in enumerate(images):
+        stream = answers(i)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "randint", lambda *_, stream=stream: next(stream))
+            patch.setattr(torch, "rand", lambda *_, stream=stream: next(stream))
+            results.append(transform(image))
+        assert next(stream, None) is None
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("shape", [(600, 3, 32, 32), (150, 1, 8, 8), (60, 3, 24, 40)])
+def test_autoaugment_equals_torchvision(
+    shape: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coarse = torch.rand(shape[0], shape[1], 4, 4)
+    images = torch.nn.functional.interpolate(
+        coarse, shape[2:], mode="bilinear"
+    )  # smooth, dark to bright
+    images = (images * 255 + 20 * torch.randn(shape)).clamp(0, 255).to(torch.uint8).to(device)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the blur depends on it
+    before, key = images.clone(), draws.key(11, device=device)
+    result = autoaugment(images, key)
+    assert torch.equal(images, before)
+    expected = torchvision_autoaugment(images, key, monkeypatch)
+    assert torch.equal(result, expected)
+
+
+def test_autoaugment_in_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, key = images_of(300, 3, 32, 32, device=device), draws.key(1, device=device)
+    whole = autoaugment(images, key)
+    assert torch.equal(
+        torch.cat((autoaugment(images[:90], key), autoaugment(images[90:], key, start=90))), whole
+    )
+    monkeypatch.setattr("isda.experiments.autoaugment._CHUNK", 2 * 3 * 32 * 32)
+    assert torch.equal(autoaugment(images, key), whole)
+    assert autoaugment(images[:0], key).shape == (0, 3, 32, 32)
+
+
+def test_draws_of_autoaugment(device: torch.device) -> None:
+    number = 50_000
+    choice, applied, negative = (
+        d.cpu() for d in draw_policies(number, draws.key(2, device=device))
+    )
+    count = choice.bincount(minlength=25).double()
+    assert ((count - number / 25) ** 2 / (number / 25)).sum() < 24 + 5 * (2 * 24) ** 0.5
+    assert ((negative.double().mean(0) - 0.5).abs() < 5 * 0.5 / number**0.5).all()
+    for i, pair in enumerate(POLICY):
+        rate = applied[choice == i].double().mean(0)
+        for position, (_, probability, _) in enumerate(pair):
+            deviation = (probability * (1 - probability) / count[i]).sqrt()
+            assert abs(rate[position] - probability) <= 5 * deviation
+
+
+def test_policy_is_the_published_one() -> None:
+    # first and last pairs of the table of CIFAR-10 in the appendix of the AutoAugment paper
+    assert len(POLICY) == 25
+    assert POLICY[0] == (("Invert", 0.1, None), ("Contrast", 0.2, 6))
+    assert POLICY[24] == (("TranslateY", 0.7, 9), ("AutoContrast", 0.9, None))
+
+
+def test_epoch_part(device: torch.device) -> None:
+    assert create_augmentation(("crop", "flip", "cutout")).epoch is None
+    images, key = images_of(40, 3, 32, 32, device=device), draws.key(8, device=device)
+    whole = create_augmentation(("crop", "flip", "autoaugment", "cutout"))
+    assert whole.epoch is not None
+    shifted = create_augmentation(("crop", "flip")).step(images, key)
+    alone = create_augmentation(["autoaugment"])
+    assert alone.epoch is not None
+    # the epoch part crops and flips, then augments; the step part is Cutout and nothing else
+    assert torch.equal(whole.epoch(images, key), alone.epoch(shifted, key))
+    assert torch.equal(whole.step(images, key), create_augmentation(["cutout"]).step(images, key))
+    assert torch.equal(alone.step(images, key), images)

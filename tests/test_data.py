@@ -1,0 +1,513 @@
+"""Data sets: splits, files on disk and every way in which they can be wrong."""
+
+import hashlib
+import multiprocessing
+import pickle
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import v2
+
+from isda.experiments import draws
+from isda.experiments.data import (
+    ImageArrays,
+    epoch_order,
+    load_data,
+    normalize,
+    rank_slice,
+    split,
+    steps_per_epoch,
+)
+from isda.experiments.errors import InputError
+from isda.experiments.folder import FolderImages
+
+SIZE = 16
+
+
+def arrays_of(spec: str, **options: object) -> ImageArrays:
+    data = load_data(spec, **options)  # type: ignore[arg-type]
+    assert isinstance(data, ImageArrays)
+    return data
+
+
+def folder_of(path: Path, **options: object) -> FolderImages:
+    options = {"image_size": SIZE, "workers": 0} | options
+    data = load_data(f"imagefolder:{path}", **options)  # type: ignore[arg-type]
+    assert isinstance(data, FolderImages)
+    return data
+
+
+def message_of(spec: str, **options: object) -> str:
+    """The one line that the user is shown."""
+    with pytest.raises(InputError) as caught:
+        load_data(spec, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Digits and the functions on arrays
+
+
+def test_digits(device: torch.device) -> None:
+    from sklearn.datasets import load_digits
+
+    digits = arrays_of("digits").to(device)
+    assert digits.train_images.device.type == device.type
+    assert digits.train_images.shape == (1438, 1, 8, 8)
+    assert digits.test_images.shape == (359, 1, 8, 8)
+    assert digits.train_images.dtype == torch.uint8
+    assert digits.num_classes == 10
+    assert digits.class_names == tuple("0123456789")
+
+    original = load_digits()
+    pairs = {(i.tobytes(), int(t)) for i, t in zip(original.images, original.target, strict=True)}
+    found = []
+    for part in ("train", "test"):
+        images = getattr(digits, f"{part}_images")[:, 0].cpu().double() * (16 / 255)
+        target = getattr(digits, f"{part}_target").tolist()
+        found += [(i.round().numpy().tobytes(), t) for i, t in zip(images, target, strict=True)]
+    assert len(found) == 1797
+    assert set(found) == pairs
+    # every class in proportion: 80 % of each to within one image
+    for c in range(10):
+        total = int((original.target == c).sum())
+        assert abs(int((digits.test_target == c).sum()) - total / 5) <= 1
+    assert torch.equal(arrays_of("digits").test_images, digits.test_images.cpu())
+
+    scaled = normalize(digits.train_images, digits.mean, digits.std)
+    assert abs(scaled.mean().item()) < 1e-5
+    assert abs(scaled.std().item() - 1) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_normalize(dtype: torch.dtype, device: torch.device) -> None:
+    images = torch.randint(0, 256, (5, 3, 4, 7), dtype=torch.uint8)
+    mean, std = (0.1, 0.5, 0.7), (0.2, 0.3, 0.4)
+    result = normalize(images.to(device), mean, std, dtype)
+    expected = torchvision.transforms.functional.normalize(images.double() / 255, mean, std)
+    assert result.dtype == dtype
+    # rounding to the dtype, and a few float32 operations before
+    tolerance = torch.finfo(dtype).eps + 4 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(result.cpu().double(), expected, rtol=tolerance, atol=4 * 1.2e-7)
+
+
+@pytest.mark.gpu
+def test_normalize_is_captured_in_a_cuda_graph() -> None:
+    images = torch.randint(0, 256, (5, 3, 4, 7), dtype=torch.uint8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = normalize(images, (0.1, 0.5, 0.7), (0.2, 0.3, 0.4))
+    graph.replay()
+    assert torch.equal(result, normalize(images, (0.1, 0.5, 0.7), (0.2, 0.3, 0.4)))
+
+
+def test_epoch_order_and_steps() -> None:
+    order = epoch_order(1000, draws.key(0, 1))
+    assert order.sort().values.tolist() == list(range(1000))
+    assert order.tolist() != list(range(1000))
+    assert torch.equal(order, epoch_order(1000, draws.key(0, 1)))
+    assert not torch.equal(order, epoch_order(1000, draws.key(0, 2)))
+    for number in (1, 127, 128, 129, 50_000):
+        assert steps_per_epoch(number, 128) == len(range(0, number, 128))
+
+
+@pytest.mark.parametrize("number", [0, 1, 5, 128])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_rank_slices_cover_the_batch(number: int, world: int) -> None:
+    parts = [range(number)[rank_slice(number, rank=r, world=world)] for r in range(world)]
+    assert [i for part in parts for i in part] == list(range(number))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_hold_out_of_cifar(device: torch.device) -> None:
+    target = torch.arange(50_000)[torch.randperm(50_000)] % 100
+    place = torch.arange(50_000)  # every image says where it was
+    images = torch.stack((place % 256, place // 256), 1).to(torch.uint8)[:, :, None, None]
+    data = ImageArrays(
+        "cifar100",
+        images,
+        target,
+        images[:7],
+        target[:7],
+        (0.0,),
+        (1.0,),
+        tuple(map(str, range(100))),
+    ).to(device)
+    held = data.hold_out()
+    again = data.hold_out(5000, seed=0)
+    other = data.hold_out(5000, seed=1)
+
+    def places(images: Tensor) -> list[int]:
+        return (images[:, 0, 0, 0].long() + 256 * images[:, 1, 0, 0].long()).tolist()
+
+    validation, rest = places(held.test_images), places(held.train_images)
+    assert len(validation) == 5000
+    assert sorted(validation + rest) == list(range(50_000))
+    assert held.test_target.bincount().tolist() == [50] * 100
+    assert held.train_target.bincount().tolist() == [450] * 100
+    assert target[validation].tolist() == held.test_target.tolist()
+    assert target[rest].tolist() == held.train_target.tolist()
+    assert places(again.test_images) == validation
+    assert len(set(places(other.test_images)) & set(validation)) < 1000  # by chance 500
+
+
+def test_split_in_proportion() -> None:
+    target = torch.tensor([0] * 40 + [1] * 10 + [3] * 50)  # class 2 is absent
+    kept, held = split(target, 20)
+    assert target[held].bincount().tolist() == [8, 2, 0, 10]
+    assert sorted(kept.tolist() + held.tolist()) == list(range(100))
+    # one image more than equal parts: some class gives one more
+    _, held = split(torch.arange(60) % 6, 13)
+    assert sorted((held % 6).bincount().tolist()) == [2, 2, 2, 2, 2, 3]
+    for number in (0, 100, -1):
+        with pytest.raises(InputError, match=f"between 1 and 99, got {number}"):
+            split(target, number)
+
+
+# CIFAR
+
+
+def cifar_arrays(num_classes: int = 100) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        "train_images": random.integers(0, 256, (12, 32, 32, 3), dtype=np.uint8),
+        "train_labels": random.integers(0, num_classes, 12),
+        "test_images": random.integers(0, 256, (5, 32, 32, 3), dtype=np.uint8),
+        "test_labels": random.integers(0, num_classes, 5),
+        "train_coarse_labels": random.integers(0, 20, 12),
+    }
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar_from_npz(name: str, tmp_path: Path) -> None:
+    num_classes = int(name[5:])
+    stored = cifar_arrays(num_classes)
+    np.savez(tmp_path / f"{name}.npz", **stored)
+    data = arrays_of(name, root=tmp_path)
+    for part, number in (("train", 12), ("test", 5)):
+        images = getattr(data, f"{part}_images")
+        assert images.shape == (number, 3, 32, 32)
+        assert images.is_contiguous()
+        for n, channel, y, x in ((0, 0, 0, 1), (4, 2, 31, 7), (number - 1, 1, 5, 30)):
+            assert images[n, channel, y, x] == stored[f"{part}_images"][n, y, x, channel]
+        assert getattr(data, f"{part}_target").tolist() == stored[f"{part}_labels"].tolist()
+    assert data.num_classes == len(set(data.class_names)) == num_classes
+    assert list(data.class_names) == sorted(data.class_names)
+    np.testing.assert_allclose(np.array(data.mean) * 255, [125.3, 123.0, 113.9])
+    np.testing.assert_allclose(np.array(data.std) * 255, [63.0, 62.1, 66.7])
+
+
+def test_cifar_from_torchvision_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = cifar_arrays(10)
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    digests = {}
+    for part, file in (("train", "data_batch_1"), ("test", "test_batch")):
+        rows = stored[f"{part}_images"].transpose(0, 3, 1, 2).reshape(-1, 3072)
+        content = {"data": rows, "labels": stored[f"{part}_labels"].tolist()}
+        (folder / file).write_bytes(pickle.dumps(content))
+        digests[part] = [file, hashlib.md5((folder / file).read_bytes()).hexdigest()]
+    names = [f"class {c}" for c in range(10)]
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": names}))
+    digest = hashlib.md5((folder / "batches.meta").read_bytes()).hexdigest()
+    source = torchvision.datasets.CIFAR10
+    monkeypatch.setattr(source, "train_list", [digests["train"]])
+    monkeypatch.setattr(source, "test_list", [digests["test"]])
+    monkeypatch.setattr(source, "meta", source.meta | {"md5": digest})
+
+    data = arrays_of("cifar10", root=tmp_path)
+    expected = torch.from_numpy(stored["train_images"]).permute(0, 3, 1, 2)
+    assert torch.equal(data.train_images, expected)
+    assert data.train_target.tolist() == stored["train_labels"].tolist()
+    assert data.test_target.tolist() == stored["test_labels"].tolist()
+
+    (folder / "data_batch_1").write_bytes(b"damaged")
+    assert f"cifar10 is damaged in {folder}" in message_of("cifar10", root=tmp_path)
+
+
+def test_cifar_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = message_of("cifar100", root=tmp_path)
+    assert str(tmp_path / "cifar100.npz") in message
+    assert str(tmp_path / "cifar-100-python") in message
+    assert "--download" in message
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr(torchvision.datasets.CIFAR100, "download", offline)
+    assert "cannot be downloaded: no network" in message_of(
+        "cifar100", root=tmp_path, download=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"test_labels": None}, "has no test_labels"),
+        ({"train_images": np.zeros((12, 3, 32, 32), np.uint8)}, "must be uint8 (12, 32, 32, 3)"),
+        ({"train_images": np.zeros((12, 32, 32, 3), np.float32)}, "got float32 (12, 32, 32, 3)"),
+        ({"train_labels": np.zeros(11, np.int64)}, "must be uint8 (11, 32, 32, 3)"),
+        ({"train_labels": np.zeros(12)}, "must be integers (N,), got float64 (12,)"),
+        ({"train_labels": np.int64(3)}, "must be integers (N,), got int64 ()"),
+        ({"test_labels": np.array([0, 1, 2, 3, 100])}, "must be in [0, 100), got 0 to 100"),
+        ({"test_labels": np.array([0, -1, 2, 3, 4])}, "must be in [0, 100), got -1 to 4"),
+        ({"train_images": np.array([{"a": 1}])}, "cannot be read: Object arrays"),
+    ],
+)
+def test_wrong_npz(change: dict[str, np.ndarray], expected: str, tmp_path: Path) -> None:
+    arrays = {k: v for k, v in (cifar_arrays() | change).items() if v is not None}
+    np.savez(tmp_path / "cifar100.npz", **arrays)
+    message = message_of("cifar100", root=tmp_path)
+    assert expected in message
+    assert str(tmp_path / "cifar100.npz") in message
+
+
+def test_damaged_npz(tmp_path: Path) -> None:
+    path = tmp_path / "cifar100.npz"
+    np.savez(path, **cifar_arrays())
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[5000] ^= 255  # within the pixels: the checksum of the archive finds it
+    for content in (b"", b"no archive", whole[: len(whole) // 2], bytes(flipped)):
+        path.write_bytes(content)
+        assert f"{path} cannot be read" in message_of("cifar100", root=tmp_path)
+
+
+def test_unknown_data_set() -> None:
+    assert message_of("cifar11") == "unknown data set 'cifar11'; did you mean cifar10 or cifar100?"
+    assert "needs a path" in message_of("imagefolder:")
+    assert "needs its folder" in message_of("imagenet")
+
+
+# Images in folders
+
+
+def make_images(path: Path, classes: dict[str, int], *, seed: int = 0) -> None:
+    random = np.random.default_rng(seed)
+    for name, number in classes.items():
+        (path / name).mkdir(parents=True)
+        for i in range(number):
+            pixels = random.integers(0, 256, (20 + i % 3, 30, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(path / name / f"{i}.{'png' if i % 2 else 'jpg'}")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    make_images(tmp_path / "train", {"cat": 9, "dog": 6, "owl": 6})
+    make_images(tmp_path / "val", {"dog": 4, "cat": 3}, seed=1)
+    return tmp_path
+
+
+def test_folder(photos: Path) -> None:
+    data = folder_of(photos)
+    assert data.class_names == ("cat", "dog", "owl")
+    assert data.num_classes == 3
+    assert (len(data.train_files), len(data.test_files)) == (21, 7)
+    for files, target in (
+        (data.train_files, data.train_target),
+        (data.test_files, data.test_target),
+    ):
+        assert [Path(f).parent.name for f in files] == [data.class_names[c] for c in target]
+    (photos / "val").rename(photos / "test")
+    assert len(folder_of(photos).test_files) == 7
+
+
+def test_folder_is_split_where_it_has_no_test_part(tmp_path: Path) -> None:
+    make_images(tmp_path, {"cat": 15, "dog": 10, ".cache": 3})
+    data = folder_of(tmp_path)
+    assert data.class_names == ("cat", "dog")
+    assert data.train_target.bincount().tolist() == [12, 8]
+    assert data.test_target.bincount().tolist() == [3, 2]
+    assert len(set(data.train_files) | set(data.test_files)) == 25
+    assert folder_of(tmp_path).test_files == data.test_files
+
+
+def test_folder_hold_out(photos: Path) -> None:
+    data = folder_of(photos)
+    held = data.hold_out(7, seed=2)
+    assert held.test_target.bincount().tolist() == [3, 2, 2]
+    assert sorted(held.train_files + held.test_files) == sorted(data.train_files)
+    for files, target in (
+        (held.train_files, held.train_target),
+        (held.test_files, held.test_target),
+    ):
+        assert [Path(f).parent.name for f in files] == [data.class_names[c] for c in target]
+    assert len(next(held.test_batches(100))[1]) == 7
+
+
+def epoch_of(data: FolderImages, **options: int) -> list[tuple[Tensor, Tensor]]:
+    return list(data.train_batches(**({"batch_size": 5, "seed": 3, "epoch": 1} | options)))
+
+
+def assert_same(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> None:
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+
+
+def test_test_batches_equal_the_usual_pipeline(photos: Path) -> None:
+    data = folder_of(photos)
+    batches = list(data.test_batches(4))
+    assert [len(target) for _, target in batches] == [4, 3]
+    images = torch.cat([images for images, _ in batches])
+    assert torch.equal(torch.cat([target for _, target in batches]), data.test_target)
+    for file, image in zip(data.test_files, images, strict=True):
+        with Image.open(file) as opened:
+            small = v2.functional.resize(opened.convert("RGB"), [18])  # 16 · 256 / 224
+        crop = np.asarray(v2.functional.center_crop(small, [SIZE, SIZE])).transpose(2, 0, 1) / 255
+        mean, std = np.array(data.mean)[:, None, None], np.array(data.std)[:, None, None]
+        np.testing.assert_allclose(image, (crop - mean) / std, rtol=1e-5, atol=1e-6)  # float32
+
+
+def test_train_batches(photos: Path) -> None:
+    data = folder_of(photos)
+    state = torch.get_rng_state()
+    batches = epoch_of(data)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's generator is not touched
+    assert [len(target) for _, target in batches] == [5, 5, 5, 5, 1]
+    for images, target in batches:
+        assert images.shape == (len(target), 3, SIZE, SIZE)
+        assert images.dtype == torch.float32
+    target = torch.cat([target for _, target in batches])
+    assert target.bincount().tolist() == [9, 6, 6]  # each image once
+    assert not torch.equal(target, data.train_target)
+    torch.manual_seed(99)
+    assert_same(epoch_of(data), batches)
+    for other in (epoch_of(data, epoch=2), epoch_of(data, seed=4)):
+        assert not torch.equal(other[0][0], batches[0][0])
+        assert not torch.equal(torch.cat([t for _, t in other]), target)
+
+
+def test_crops_do_not_depend_on_the_order(photos: Path) -> None:
+    # each sample's crop is its own: one by one the images are those of a batch of all
+    data = folder_of(photos)
+    one = torch.cat([images for images, _ in epoch_of(data, batch_size=1)])
+    whole = epoch_of(data, batch_size=21)[0][0]
+    assert torch.equal(one, whole)
+    # and one file many times: crops and flips of its copies differ
+    alone = FolderImages(
+        "copies",
+        data.train_files[:1] * 8,
+        torch.zeros(8, dtype=torch.int64),
+        (),
+        torch.zeros(0),
+        ("a",),
+        SIZE,
+    )
+    images = epoch_of(alone, batch_size=8)[0][0]
+    assert len({image.numpy().tobytes() for image in images}) == 8
+
+
+def test_workers_resume_and_ranks_change_nothing(photos: Path) -> None:
+    strangers = multiprocessing.active_children()
+    whole = epoch_of(folder_of(photos))
+    data = folder_of(photos, workers=2)
+    assert_same(epoch_of(data), whole)
+    early = data.train_batches(batch_size=5, seed=3, epoch=1)
+    next(early)
+    early.close()  # stopped in the middle: what was read ahead does not show up later
+    assert_same(epoch_of(data, start_step=3), whole[3:])
+    side_by_side = zip(
+        data.train_batches(batch_size=5, seed=3, epoch=1),
+        data.train_batches(batch_size=5, seed=3, epoch=1),
+        strict=True,
+    )
+    for (first, second), expected in zip(side_by_side, whole, strict=True):
+        assert_same([first, second], [expected, expected])
+    ranks = [epoch_of(data, rank=rank, world=3) for rank in range(3)]
+    joined = [
+        tuple(torch.cat(parts) for parts in zip(*b, strict=True)) for b in zip(*ranks, strict=True)
+    ]
+    assert_same(joined, whole)
+    assert [len(target) for _, target in ranks[0]] == [1, 1, 1, 1, 0]  # an empty share
+    tests = [list(data.test_batches(4, rank=rank, world=2)) for rank in range(2)]
+    joined = [
+        tuple(torch.cat(parts) for parts in zip(*b, strict=True)) for b in zip(*tests, strict=True)
+    ]
+    assert_same(joined, list(data.test_batches(4)))
+    workers = [child for child in multiprocessing.active_children() if child not in strangers]
+    assert len(workers) == 4  # of two iterators side by side; all else used them again
+    begin = time.monotonic()
+    del data, early, side_by_side
+    assert not any(worker.is_alive() for worker in workers)
+    assert time.monotonic() - begin < 5  # told to end, not waited for
+
+
+def test_wrong_folders(tmp_path: Path) -> None:
+    spec = f"imagefolder:{tmp_path}"
+    assert message_of(f"{spec}/nowhere") == f"{tmp_path}/nowhere does not exist"
+    (tmp_path / "file").write_text("")
+    assert message_of(f"{spec}/file") == f"{tmp_path}/file is not a folder"
+    (tmp_path / "file").unlink()
+    assert "two or more classes, got 0" in message_of(spec)
+    make_images(tmp_path, {"cat": 3})
+    assert "two or more classes, got 1" in message_of(spec)
+    (tmp_path / "dog").mkdir()
+    assert message_of(spec) == f"{tmp_path} has classes without images: dog"
+    (tmp_path / "dog" / "notes.txt").write_text("no image")
+    assert message_of(spec) == f"{tmp_path} has classes without images: dog"
+    make_images(tmp_path, {"owl": 1, "rat": 1})
+    (tmp_path / "dog" / "notes.txt").rename(tmp_path / "dog" / "0.jpg")
+    assert "1 of 6 images" in message_of(spec)
+    assert "must have folders of classes" in message_of("imagenet", root=tmp_path)
+
+
+def test_too_few_images_to_split(tmp_path: Path) -> None:
+    make_images(tmp_path, dict.fromkeys("abcde", 1))
+    assert "too few images to hold out one in five: 5" in message_of(f"imagefolder:{tmp_path}")
+
+
+def test_wrong_test_part(photos: Path) -> None:
+    spec = f"imagefolder:{photos}"
+    make_images(photos / "val", {"emu": 1})
+    assert message_of(spec) == f"{photos}/val has classes that {photos}/train has not: emu"
+    (photos / "val").rename(photos / "old")
+    (photos / "val" / "cat").mkdir(parents=True)
+    assert message_of(spec) == f"{photos}/val has no images"
+    assert message_of("imagenet", root=photos) == f"{photos}/val has no images"
+    assert "image_size must be >= 1, got 0" in message_of(spec, image_size=0)
+    assert "workers must be >= 0, got -1" in message_of(spec, workers=-1)
+
+
+def test_unreadable_images(photos: Path) -> None:
+    jpeg = (photos / "train" / "cat" / "0.jpg").read_bytes()
+    (photos / "train" / "cat" / "0.jpg").write_bytes(jpeg[: len(jpeg) // 2])
+    (photos / "train" / "dog" / "1.png").write_bytes(b"no image")
+    (photos / "val" / "dog" / "3.png").write_bytes(b"")
+    message = message_of(f"imagefolder:{photos}")
+    assert "3 of 28 images" in message
+    assert "--skip-unreadable" in message
+    for file in ("train/cat/0.jpg", "train/dog/1.png", "val/dog/3.png"):
+        assert str(photos / file) in message
+    data = folder_of(photos, skip_unreadable=True)
+    assert (len(data.train_files), len(data.test_files)) == (19, 6)
+    assert len(data.train_target) == 19
+    for i in range(6):
+        (photos / "train" / "owl" / f"{i}.{'png' if i % 2 else 'jpg'}").write_bytes(b"")
+    message = message_of(f"imagefolder:{photos}")
+    assert "9 of 28 images" in message
+    assert message.endswith("and 4 more")
+    message = message_of(f"imagefolder:{photos}", skip_unreadable=True)
+    assert message == f"{photos}/train has classes without images: owl"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_image_that_fails_while_training(workers: int, photos: Path) -> None:
+    data = load_data("imagenet", root=photos, image_size=SIZE, workers=workers)
+    assert isinstance(data, FolderImages)
+    broken = photos / "train" / "owl" / "1.png"
+    broken.write_bytes(b"no image")
+    with pytest.raises(InputError) as caught:
+        epoch_of(data)
+    assert str(caught.value).startswith(f"{broken} cannot be read: ")
+    assert "\n" not in str(caught.value)
+    if not workers:
+        assert len(load_data("imagenet", root=photos, skip_unreadable=True).train_files) == 20
