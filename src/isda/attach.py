@@ -109,11 +109,16 @@ class AttachedLoss(nn.Module):
 
     def check(self) -> None:
         """Raise the error of a bad batch that a GPU saw since the last look (waits for it)."""
-        if self.mismatch:
-            self.mismatch.zero_()
+        mismatch = bool(self.mismatch)
+        self.mismatch.zero_()
+        try:
+            if hasattr(self.criterion, "check"):
+                self.criterion.check()  # type: ignore[operator]
+        except ValueError:
+            if not mismatch:  # else it tells of the NaN that took the place of the features
+                raise
+        if mismatch:
             raise ValueError(_MISMATCH)
-        if hasattr(self.criterion, "check"):
-            self.criterion.check()  # type: ignore[operator]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """State of the criterion; looks for bad batches first."""

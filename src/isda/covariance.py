@@ -67,20 +67,28 @@ class Covariance(nn.Module):
         return f"{self.num_features}, {self.num_classes}, decay={self.decay}"
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise ValueError if a checkpoint has statistics of another shape."""
-        for name, buffer in self.named_buffers():
-            found = state.get(prefix + name)
-            if isinstance(found, Tensor) and found.shape != buffer.shape:
+        """Raise ValueError if a checkpoint is of another estimator or has another shape."""
+        expected = self.state_dict()
+        found = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+        if found != expected.keys():
+            raise ValueError(
+                f"checkpoint must hold {list(expected)} for {type(self).__name__}, "
+                f"got {sorted(found)}"
+            )
+        for name, buffer in expected.items():
+            shape = tuple(state[prefix + name].shape)
+            if shape != buffer.shape:
                 raise ValueError(
                     f"{prefix + name} must have shape {tuple(buffer.shape)} "
                     f"for num_features={self.num_features} and num_classes={self.num_classes}, "
-                    f"got {tuple(found.shape)}"
+                    f"got {shape}"
                 )
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        self.check_state(state_dict, prefix)
+        if any(name.startswith(prefix) for name in state_dict):
+            self.check_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Covariance":
@@ -106,6 +114,7 @@ class FullCovariance(Covariance):
             "covariance", torch.zeros(num_classes, num_features, num_features, dtype=torch.float32)
         )
 
+    @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
         """See :func:`isda.functional.update_moments`, here in place."""
         update_full_op(self.count, self.mean, self.covariance, features, target, self.decay)
@@ -130,6 +139,7 @@ class DiagonalCovariance(Covariance):
             "variance", torch.zeros(num_classes, num_features, dtype=torch.float32)
         )
 
+    @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
         """See :func:`isda.functional.update_moments`."""
         state = Moments(self.count, self.mean, self.variance)
@@ -155,6 +165,7 @@ class SharedCovariance(Covariance):
             "covariance", torch.zeros(num_features, num_features, dtype=torch.float32)
         )
 
+    @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
         """Merge a batch as if it were of one class."""
         counted = (target >= 0)[:, None]  # (N, 1)

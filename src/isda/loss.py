@@ -104,6 +104,15 @@ class ISDALoss(nn.Module):
                 raise ValueError(
                     f"decay must be set on the estimator, got decay={decay} beside one"
                 )
+            shape = (num_features, num_classes)
+            if isinstance(covariance, Covariance) and shape != (
+                covariance.num_features,
+                covariance.num_classes,
+            ):
+                raise ValueError(
+                    f"covariance must be for num_features={num_features} and "
+                    f"num_classes={num_classes}, got {covariance}"
+                )
             self.estimator = covariance
         self.num_features = num_features
         self.num_classes = num_classes
@@ -287,6 +296,7 @@ class ISDALoss(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        if isinstance(self.estimator, Covariance):  # before the step count is overwritten
+        if isinstance(self.estimator, Covariance) and prefix + "step" in state_dict:
+            # before the step count is overwritten
             self.estimator.check_state(state_dict, prefix + "estimator.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

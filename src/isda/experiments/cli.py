@@ -1,6 +1,6 @@
-"""The command line: ``isda train | compare | list``.
+"""The command line: ``isda train | compare | report | list``.
 
-A command is a recipe by name, with any of its fields changed by a flag, and how to train it.
+To train is a recipe by name, with any of its fields changed by a flag, and how to train it.
 """
 
 import sys
@@ -84,6 +84,32 @@ def _compare(arguments: list[str]) -> None:
     print(f"{comparison_table(result)}\n{page}")
 
 
+def _report(arguments: list[str]) -> None:
+    """Print the table of finished runs, keep their records, and bring Markdown files up to date."""
+    from isda.experiments.report import markdown_table, update_markdown
+    from isda.experiments.runs import export, load_runs, summary
+
+    @dataclass(frozen=True)
+    class Arguments:
+        runs: Path = Path("runs")
+        """Folder of runs or of run records."""
+
+        export: Path | None = None
+        """Copy the records of finished runs, without checkpoints, into this folder."""
+
+        update: tuple[Path, ...] = ()
+        """Markdown files whose tables, between <!-- table:NAME --> marks, are made anew."""
+
+    given = tyro.cli(Arguments, args=arguments, prog="isda report", description=_report.__doc__)
+    runs = [run for run in load_runs(given.runs) if summary(run).finished]
+    if given.export is not None:
+        for run in runs:
+            print(export(run, given.export))
+    print(markdown_table(runs))
+    for path in given.update:
+        print(f"{path}: {'updated' if update_markdown(path, runs) else 'up to date'}")
+
+
 def _list(arguments: list[str]) -> None:
     """Show all recipes with the paper's test error and that of the records in a folder."""
     from isda.experiments.report import recipes_table
@@ -100,6 +126,7 @@ def _list(arguments: list[str]) -> None:
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "compare": _compare,
+    "report": _report,
     "list": _list,
 }
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
+from isda.experiments.augment import AUGMENTATIONS
 from isda.experiments.errors import InputError, unknown
 
 __all__ = [
@@ -31,8 +32,6 @@ Covariance = Literal["full", "diagonal", "shared", "identity"]
 Ramp = Literal["epoch", "step", "constant"]
 Precision = Literal["fp32", "bf16"]
 
-AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -48,8 +47,8 @@ class Recipe:
     """Loss: plain cross entropy, or ISDA."""
 
     augment: tuple[str, ...] = ()
-    """Image augmentations in order: crop, flip, autoaugment, cutout. Data read from image files
-    come with crop and flip of their own."""
+    """Image augmentations, out of crop, flip, autoaugment and cutout, which is also their order;
+    data read from image files have crop and flip of their own."""
 
     epochs: int
     """Passes over the training images."""

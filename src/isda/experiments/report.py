@@ -62,7 +62,7 @@ class Side:
         """Method in words, such as ``Cutout + ISDA``."""
         words = {"ce": "Cross entropy", "isda": "ISDA", "cutout": "Cutout"}
         words["autoaugment"] = "AutoAugment"
-        parts = self.name.rpartition("-")[2].split("_")
+        parts = self.name.partition("+")[0].rpartition("-")[2].split("_")
         return " + ".join(words.get(part, part) for part in parts)
 
     @property

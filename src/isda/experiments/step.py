@@ -8,7 +8,7 @@ functions run as they are.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from isda.experiments.statistics import expected_calibration_error
 
 __all__ = ["Company", "Lane"]
 
-_ORDER, _AUGMENT, _EPOCH, _NETWORK = range(1, 5)  # purposes of a run's keys
+_ORDER, _AUGMENT, _NETWORK = range(1, 4)  # purposes of a run's keys
 _TEST_BATCH = 1000
 
 
@@ -58,7 +58,8 @@ class Lane:
         self.recipe, self.seed, self.data, self.device = recipe, seed, data, device
         self.rank, self.world = rank, world
         self.epoch = 0  # epochs done
-        self.key = draws.key(seed, device=device)
+        self.order_key = draws.key(seed, _ORDER, device=device)
+        self.augment_key = draws.key(seed, _AUGMENT, device=device)
         self.augment = create_augmentation(recipe.augment)
         self.network = self._create_network()
         self.criterion = create_criterion(
@@ -71,9 +72,10 @@ class Lane:
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # images of the epoch
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # of the whole run
         self.total_loss = torch.zeros((), device=device)  # over the images of the epoch
-        self.network_key = torch.zeros((), dtype=torch.int64, device=device)
+        self.network_key = draws.key(seed, _NETWORK, device=device)
+        self.step_key = torch.zeros_like(self.network_key)  # of the network's random layers
         self.results = torch.zeros(3, device=device)  # test error, loss, calibration error
-        bind_draws(self.network, self.network_key)
+        bind_draws(self.network, self.step_key)
 
         self.parameters = list(self.network.parameters())
         self.optimizer = torch.optim.SGD(
@@ -91,11 +93,12 @@ class Lane:
         if isinstance(data, ImageArrays):
             self._images = data.train_images
             self._order = torch.arange(len(data.train_target), device=device)
+        self._normalize = partial(
+            _normalize, mean=data.mean, std=data.std, dtype=self._dtype, layout=self._layout
+        )
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # of a loader, by batch size
         self._model = self._create_model()
-        self._prepare = _prepare
-        if self._compiled:
-            self._prepare = torch.compile(_prepare, dynamic=False)
+        self._prepare = torch.compile(_prepare, dynamic=False) if self._compiled else _prepare
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
 
@@ -129,11 +132,10 @@ class Lane:
         self.total_loss.zero_()
         if not isinstance(self.data, ImageArrays):
             return
-        key = draws.fold(draws.fold(self.key, _ORDER), self.epoch)
+        key = draws.fold(self.order_key, self.epoch)
         self._order.copy_(epoch_order(self.num_images, key))
         if self.augment.epoch is not None:
-            key = draws.fold(draws.fold(self.key, _EPOCH), self.epoch)
-            images = self.augment.epoch(self.data.train_images, key)
+            images = self.augment.epoch(self.data.train_images, draws.fold(key, _AUGMENT))
             if self._images is self.data.train_images:
                 self._images = images  # a set of its own from now on, at a fixed address
             else:
@@ -144,7 +146,7 @@ class Lane:
         number = len(target)
         if number not in self._inputs:
             self._inputs[number] = (
-                torch.empty_like(images, device=self.device),
+                torch.empty_like(images, device=self.device, memory_format=self._layout),
                 torch.empty_like(target, device=self.device),
             )
         for buffer, tensor in zip(self._inputs[number], (images, target), strict=True):
@@ -154,9 +156,8 @@ class Lane:
         """One step on the next ``size`` images of all ranks; nothing waits for the host."""
         part = rank_slice(size, rank=self.rank, world=self.world)
         if self.world > 1:
-            bind_draws(self.network, self.network_key, offset=part.start)
+            bind_draws(self.network, self.step_key, offset=part.start)
         images, target = self._batch(part)
-        self.network_key.copy_(draws.fold(draws.fold(self.key, _NETWORK), self.steps))
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
             features, logits = self._model(images)
@@ -184,7 +185,7 @@ class Lane:
         parts = []
         for images, target in self._test_batches():
             with self._autocast():
-                parts.append((network(self._layout(images)).float(), target))
+                parts.append((network(images).float(), target))
         network.train()
         logits, target = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         if self.world > 1:
@@ -205,7 +206,7 @@ class Lane:
         yield self.position
         yield self.steps
         yield self.total_loss
-        yield self.network_key
+        yield self.step_key
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds; a run is saved between two epochs."""
@@ -237,8 +238,7 @@ class Lane:
         network = self.create_network(self.recipe, self.data, self.seed)
         if self.world > 1:
             synchronize_batch_norm(network, self.device)
-        layout = torch.channels_last if self.recipe.channels_last else torch.preserve_format
-        return network.to(self.device).to(memory_format=layout)
+        return network.to(self.device).to(memory_format=self._layout)
 
     def _create_model(self) -> Any:
         model: nn.Module = _FeaturesAndLogits(self.network)
@@ -249,45 +249,49 @@ class Lane:
             )
         return torch.compile(model, dynamic=False) if self._compiled else model
 
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"
-        )
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.recipe.precision == "bf16" else torch.float32
 
-    def _layout(self, images: Tensor) -> Tensor:
-        if self.recipe.channels_last:
-            return images.contiguous(memory_format=torch.channels_last)
-        return images
+    def _autocast(self) -> torch.autocast:
+        enabled = self.recipe.precision == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    @property
+    def _layout(self) -> torch.memory_format:
+        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
 
     def _batch(self, part: slice) -> tuple[Tensor, Tensor]:
         if not isinstance(self.data, ImageArrays):
-            images, target = self._inputs[part.stop - part.start]
-            return self._layout(images), target
-        images, target = self._prepare(
+            self.step_key.copy_(draws.fold(self.network_key, self.steps))
+            return self._inputs[part.stop - part.start]
+        images, target, step_key = self._prepare(
             self._images,
             self.data.train_target,
             self._order,
             self.position,
-            draws.fold(draws.fold(self.key, _AUGMENT), self.steps),
-            part.start,
-            part.stop,
-            self.augment,
-            self.data.mean,
-            self.data.std,
+            self.steps,
+            self.augment_key,
+            self.network_key,
+            part=part,
+            augment=self.augment,
+            normalize=self._normalize,
         )
-        return self._layout(images), target
+        self.step_key.copy_(step_key)
+        return images, target
 
     def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         data = self.data
         if not isinstance(data, ImageArrays):
             size = 2 * self.recipe.batch_size
             for images, target in data.test_batches(size, rank=self.rank, world=self.world):
-                yield images.to(self.device), target.to(self.device)
+                images = images.to(self.device, memory_format=self._layout)
+                yield images, target.to(self.device)
             return
         mine = rank_slice(len(data.test_target), rank=self.rank, world=self.world)
         images, target = data.test_images[mine], data.test_target[mine]
         for part, labels in zip(images.split(_TEST_BATCH), target.split(_TEST_BATCH), strict=True):
-            yield normalize(part, data.mean, data.std), labels
+            yield self._normalize(part), labels
 
     def _momentum(self) -> list[Tensor]:
         if not self.recipe.momentum:
@@ -369,13 +373,13 @@ class Company:
         torch.cuda.synchronize()
         for lane in self.lanes:
             before = [tensor.detach().clone() for tensor in lane.tensors()]
+            torch.cuda.synchronize()
             with torch.cuda.stream(lane.stream):
                 for _ in range(3):  # compiles, chooses kernels, allocates
                     function(lane)
-            torch.cuda.synchronize()
-            with torch.no_grad():
-                for tensor, saved in zip(lane.tensors(), before, strict=True):
-                    tensor.copy_(saved)
+                    with torch.no_grad():  # each time: past the last batch are no images
+                        for tensor, saved in zip(lane.tensors(), before, strict=True):
+                            tensor.copy_(saved)
             lane.optimizer.zero_grad(set_to_none=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -407,14 +411,29 @@ def _prepare(
     target: Tensor,
     order: Tensor,
     position: Tensor,
-    key: Tensor,
-    start: int,
-    stop: int,
+    steps: Tensor,
+    augment_key: Tensor,
+    network_key: Tensor,
+    *,
+    part: slice,
     augment: Augmentation,
+    normalize: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Images, target and the key of the network's random layers for a step.
+
+    The images are those of ``part`` of the batch at ``position``: gathered, augmented, normalised.
+    """
+    index = order[position + torch.arange(part.start, part.stop, device=order.device)]
+    batch = augment.step(images[index], draws.fold(augment_key, steps), start=part.start)
+    return normalize(batch), target[index], draws.fold(network_key, steps)
+
+
+def _normalize(
+    images: Tensor,
+    *,
     mean: tuple[float, ...],
     std: tuple[float, ...],
-) -> tuple[Tensor, Tensor]:
-    """Images start to stop of the batch at ``position``: gathered, augmented, normalised."""
-    index = order[position + torch.arange(start, stop, device=order.device)]
-    batch = augment.step(images[index], key, start=start)
-    return normalize(batch, mean, std), target[index]
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+) -> Tensor:
+    return normalize(images, mean, std, dtype).contiguous(memory_format=layout)

@@ -12,10 +12,13 @@ __all__ = ["synchronize_batch_norm"]
 def synchronize_batch_norm(network: nn.Module, device: torch.device) -> nn.Module:
     """Let every batch normalisation of a network see the images of all ranks, on CPUs, too."""
     if device.type == "cuda":
-        return nn.SyncBatchNorm.convert_sync_batchnorm(network)
+        from timm.layers import convert_sync_batchnorm  # torch's own drops timm's activations
+
+        return convert_sync_batchnorm(network)
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = _RankedBatchNorm2d
+            active = hasattr(module, "act")  # timm's layers may go on with an activation
+            module.__class__ = _RankedBatchNormAct2d if active else _RankedBatchNorm2d
     return network
 
 
@@ -29,17 +32,28 @@ class _RankedBatchNorm2d(nn.BatchNorm2d):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         assert self.momentum is not None
-        number = input.new_tensor(float(input.numel() // input.shape[1]))
+        x = input.float()  # moments of bfloat16 images, too
+        number = x.new_tensor(float(x.numel() // x.shape[1]))
         dist.all_reduce(number)
-        mean = _SumOverRanks.apply(input.sum((0, 2, 3))) / number  # (C,)
-        centred = input - mean[:, None, None]
+        mean = _SumOverRanks.apply(x.sum((0, 2, 3))) / number  # (C,)
+        centred = x - mean[:, None, None]
         variance = _SumOverRanks.apply(centred.square().sum((0, 2, 3))) / number
         with torch.no_grad():
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * number / (number - 1), self.momentum)
         scale = self.weight * (variance + self.eps).rsqrt()
-        return centred * scale[:, None, None] + self.bias[:, None, None]
+        return (centred * scale[:, None, None] + self.bias[:, None, None]).to(input.dtype)
+
+
+class _RankedBatchNormAct2d(_RankedBatchNorm2d):
+    """The same in place of timm's BatchNormAct2d."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(input)))
 
 
 class _SumOverRanks(torch.autograd.Function):

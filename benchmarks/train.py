@@ -1,0 +1,215 @@
+"""Speed of training: seconds per epoch, images/s, TFLOP/s and peak memory, CE beside ISDA.
+
+    python benchmarks/train.py --networks resnet32 wide_resnet28_10 --side-by-side 1 6
+
+takes the steps of the recipes ``<data>-<network>-ce`` and ``-isda`` on random images that lie on
+the device, as CIFAR does. An epoch is timed whole, after one that compiles and captures. The
+seconds are those of one run: the time of all that train side by side, divided by their number.
+"""
+
+import argparse
+import csv
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from isda.experiments import draws
+from isda.experiments.data import ImageArrays
+from isda.experiments.recipes import Recipe, get_recipe
+from isda.experiments.runs import environment
+from isda.experiments.step import Company, Lane
+
+EPOCH_IMAGES = {"digits": 1437, "cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167}
+SHAPES = {
+    "digits": (10, (1, 8, 8)),
+    "cifar10": (10, (3, 32, 32)),
+    "cifar100": (100, (3, 32, 32)),
+    "imagenet": (1000, (3, 224, 224)),
+}
+COLUMNS = {  # header of the Markdown table
+    "network": "network",
+    "method": "method",
+    "side_by_side": "side by side",
+    "batch_size": "batch",
+    "seconds_per_epoch": "s/epoch per run",
+    "images_per_second": "images/s, all runs",
+    "tflops": "TFLOP/s, all runs",
+    "peak_mebibytes": "peak MiB, all runs",
+    "added_percent": "added to CE",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--data", default="cifar100", choices=list(SHAPES))
+    parser.add_argument("--networks", nargs="+", default=["resnet32"])
+    parser.add_argument("--methods", nargs="+", default=["ce", "isda"])
+    parser.add_argument("--side-by-side", nargs="+", type=int, default=[1])
+    parser.add_argument("--images", type=int, help="images in the timed epoch (default: all)")
+    parser.add_argument("--epochs", type=int, default=1, help="timed epochs; the fastest counts")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe")
+    parser.add_argument("--no-capture", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="CSV file to append to")
+    parser.add_argument("--table", type=Path, help="print the Markdown table of a CSV file and end")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(markdown(list(csv.DictReader(arguments.table.open()))))
+        return
+    torch.backends.cudnn.benchmark = True
+    rows: list[dict[str, Any]] = []
+    for network in arguments.networks:
+        for number in arguments.side_by_side:
+            for method in arguments.methods:
+                recipe = get_recipe(f"{arguments.data}-{network}-{method}")
+                recipe = dataclasses.replace(recipe, **changes(recipe, arguments.set))
+                try:
+                    row = measure(recipe, number, arguments)
+                except torch.OutOfMemoryError as error:
+                    print(f"{network} {method} x{number}: {error}", file=sys.stderr)
+                    continue
+                finally:
+                    torch._dynamo.reset()
+                    if arguments.device.startswith("cuda"):
+                        torch.cuda.empty_cache()
+                rows.append(row)
+                print(markdown(rows[-1:]).splitlines()[-1], flush=True)
+                if arguments.out:
+                    write(arguments.out, row)
+    print()
+    print(markdown(rows))
+
+
+def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time one epoch of ``number`` runs side by side."""
+    device = torch.device(arguments.device)
+    on_gpu = device.type == "cuda"
+    data = random_images(recipe.data, arguments.images, device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    lanes = [Lane(recipe, seed, data, device) for seed in range(number)]
+    company = Company(lanes, capture=on_gpu and not arguments.no_capture)
+    began = time.perf_counter()
+    company.train_epoch()
+    company.evaluate()
+    start_up = time.perf_counter() - began
+    seconds = min(timed(company, device) for _ in range(arguments.epochs))
+    images = len(data.train_target)
+    per_second = number * images / seconds
+    return {
+        "data": recipe.data,
+        "network": recipe.network,
+        "method": recipe.method,
+        "side_by_side": number,
+        "batch_size": recipe.batch_size,
+        "precision": recipe.precision,
+        "captured": company.capture,
+        "timed_images": images,
+        "seconds_per_epoch": round(EPOCH_IMAGES[recipe.data] / per_second, 4),
+        "images_per_second": round(per_second),
+        "tflops": round(per_second * flops_per_image(recipe, data) / 1e12, 1),
+        "peak_mebibytes": round(torch.cuda.max_memory_allocated() / 2**20) if on_gpu else "",
+        "start_up_seconds": round(start_up, 1),
+        **{key: value or "" for key, value in environment(device).items() if key != "commit"},
+    }
+
+
+def timed(company: Company, device: torch.device) -> float:
+    """Seconds of an epoch of training, without the evaluation."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    company.train_epoch()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def random_images(name: str, number: int | None, device: torch.device) -> ImageArrays:
+    """Images and classes drawn at random: speed does not depend on what they show."""
+    num_classes, shape = SHAPES[name]
+    number = number or EPOCH_IMAGES[name]
+    test = min(1000, number)
+
+    def draw(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+        key = draws.key(part, device=device)
+        images = torch.cat(
+            [
+                draws.bits((min(1000, count - start), *shape), draws.fold(key, start)).to(
+                    torch.uint8
+                )
+                for start in range(0, count, 1000)
+            ]
+        )
+        return images, draws.integers((count,), key, high=num_classes)
+
+    train_images, train_target = draw(number, 0)
+    test_images, test_target = draw(test, 1)
+    return ImageArrays(
+        name=name,
+        train_images=train_images,
+        train_target=train_target,
+        test_images=test_images,
+        test_target=test_target,
+        mean=(0.5,) * shape[0],
+        std=(0.25,) * shape[0],
+        class_names=tuple(map(str, range(num_classes))),
+    )
+
+
+def flops_per_image(recipe: Recipe, data: ImageArrays) -> float:
+    """Floating-point operations of a training step per image: forward and backward."""
+    with torch.device("meta"):
+        network = Lane.create_network(recipe, data, seed=0)
+        images = torch.empty(2, *data.train_images.shape[1:])
+        with FlopCounterMode(display=False) as counter:
+            network(images).sum().backward()
+    return counter.get_total_flops() / 2
+
+
+def changes(recipe: Recipe, settings: list[str]) -> dict[str, Any]:
+    """Fields of the recipe from ``FIELD=VALUE``."""
+    result: dict[str, Any] = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        kind = type(getattr(recipe, name))
+        result[name] = text == "True" if kind is bool else kind(text)
+    return result
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a CSV file, at once: what was measured stays, whatever comes after."""
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table; ISDA's time in percent of its cross entropy's beside it."""
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |"]
+    lines.append("| --- | --- |" + " ---: |" * (len(COLUMNS) - 2))
+    baseline: dict[tuple[str, ...], float] = {}
+    for row in rows:
+        case = tuple(str(row[key]) for key in ("data", "network", "side_by_side", "precision"))
+        seconds = float(row["seconds_per_epoch"])
+        added = ""
+        if row["method"] == "ce":
+            baseline[case] = seconds
+        elif case in baseline:
+            added = f"{100 * (seconds / baseline[case] - 1):+.1f} %"
+        cells = [str(row.get(key, "")) for key in COLUMNS if key != "added_percent"]
+        lines.append("| " + " | ".join([*cells, added]) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

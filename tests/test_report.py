@@ -1,0 +1,338 @@
+"""Reports: every number on a page or in a table is recomputed here from the raw records."""
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.stats
+
+from isda.experiments.errors import InputError
+from isda.experiments.recipes import RECIPES, Recipe, get_recipe
+from isda.experiments.report import (
+    comparison,
+    comparison_table,
+    markdown_table,
+    recipes_table,
+    sentence,
+    update_markdown,
+    write_comparison_page,
+)
+from isda.experiments.runs import Run, load_runs
+
+CE, ISDA = "digits-resnet8-ce", "digits-resnet8-isda"
+
+
+def make_run(
+    out: Path, name: str, seed: int, error: float, *, epochs: int | None = None, **changes
+) -> Run:
+    """A run whose test error falls from 90 to about ``error``."""
+    recipe: Recipe = dataclasses.replace(get_recipe(name), **changes)
+    run = Run.create(out, name, recipe, seed)
+    noise = np.random.default_rng(seed)
+    for epoch in range(recipe.epochs if epochs is None else epochs):
+        late = epoch >= recipe.epochs - 10
+        run.append(
+            {
+                "epoch": epoch,
+                "learning_rate": recipe.learning_rate_at(epoch),
+                "strength": recipe.lambda_0 * recipe.progress_at(epoch),
+                "train_loss": 2.0 / (epoch + 1),
+                "test_error": error + noise.normal(0, 0.1) if late else 90.0 - epoch,
+                "test_loss": 0.5 + 0.01 * seed,
+                "test_ece": 0.03 + 0.001 * seed,
+                "seconds": 1.5,
+                "images_per_second": 1000.0,
+            }
+        )
+    return run
+
+
+def raw_errors(out: Path, name: str) -> dict[int, float]:
+    """Mean test error of the last 10 lines of every metrics file, straight from disk."""
+    errors = {}
+    for path in sorted((out / name).glob("*/metrics.jsonl")):
+        records = [json.loads(text) for text in path.read_text().splitlines()]
+        errors[int(path.parent.name)] = float(np.mean([r["test_error"] for r in records[-10:]]))
+    return errors
+
+
+@pytest.fixture
+def out(tmp_path):
+    folder = tmp_path / "runs"
+    for seed, (one, other) in enumerate([(31.0, 30.2), (30.6, 30.1), (30.9, 30.1)]):
+        make_run(folder, CE, seed, one)
+        make_run(folder, ISDA, seed, other)
+    return folder
+
+
+def expected_numbers(out: Path) -> list[str]:
+    """Means, spreads, difference and interval, by numpy and scipy."""
+    sides = [list(raw_errors(out, name).values()) for name in (CE, ISDA)]
+    numbers = [f"{np.mean(side):.2f} ± {np.std(side, ddof=1):.2f}" for side in sides]
+    interval = scipy.stats.ttest_rel(sides[1], sides[0]).confidence_interval(0.95)
+    change = np.mean(sides[1]) - np.mean(sides[0])
+    text = f"{change:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})"
+    return [*numbers, text.replace("-", "−")]
+
+
+def test_comparison_table_and_sentence(out):
+    result = comparison(load_runs(out), CE, ISDA)
+    text = comparison_table(result)
+    for number in expected_numbers(out):
+        assert number in text
+    one, other = (np.array(list(raw_errors(out, name).values())) for name in (CE, ISDA))
+    interval = scipy.stats.ttest_rel(one, other).confidence_interval(0.95)
+    assert sentence(result) == (
+        f"ISDA lowers the test error by {(one - other).mean():.2f} points "
+        f"(95 % interval {interval.low:.2f} to {interval.high:.2f}, 3 paired seeds)"
+    )
+    assert sentence(result) in text
+    assert "0.510 ± 0.010" in text  # loss 0.50, 0.51, 0.52
+    assert "3.10 ± 0.10" in text  # calibration error 3.0, 3.1, 3.2 %
+
+
+def test_sentence_when_worse_equal_or_uncertain(tmp_path):
+    for seed, (one, other) in enumerate([(10.0, 12.0), (10.0, 12.1), (10.1, 12.0)]):
+        make_run(tmp_path / "worse", CE, seed, one)
+        make_run(tmp_path / "worse", ISDA, seed, other)
+        make_run(tmp_path / "same", CE, seed, 10.0)
+        make_run(tmp_path / "same", ISDA, seed, 10.0)
+        make_run(tmp_path / "noise", CE, seed, 10.0 + seed)
+        make_run(tmp_path / "noise", ISDA, seed, 12.2 - 1.1 * seed)
+
+    def words(folder: str) -> str:
+        return sentence(comparison(load_runs(tmp_path / folder), CE, ISDA))
+
+    assert re.fullmatch(
+        r"ISDA raises the test error by 2\.00 points \(95 % interval 1\.\d\d to 2\.\d\d, "
+        r"3 paired seeds\)",
+        words("worse"),
+    )
+    assert "leaves the test error as it is (95 % interval 0.00 to 0.00" in words("same")
+    assert words("noise").startswith(
+        "the difference is not significant at 3 seeds: ISDA raises the test error by 0.10 points "
+        "(95 % interval −"
+    )
+
+
+def test_one_seed_and_unpaired_seeds(tmp_path):
+    make_run(tmp_path, CE, 0, 10.0)
+    make_run(tmp_path, ISDA, 0, 9.0)
+    result = comparison(load_runs(tmp_path), CE, ISDA)
+    assert sentence(result) == (
+        "ISDA lowers the test error by 1.00 points (1 seed); "
+        "an interval needs at least 2 seeds on each side"
+    )
+    assert "−1.00" in comparison_table(result)
+    make_run(tmp_path, CE, 1, 10.2)
+    make_run(tmp_path, ISDA, 2, 9.1)
+    sides = [list(raw_errors(tmp_path, name).values()) for name in (CE, ISDA)]
+    interval = scipy.stats.ttest_ind(*sides, equal_var=False).confidence_interval(0.95)
+    words = sentence(comparison(load_runs(tmp_path), CE, ISDA))
+    assert f"(95 % interval {interval.low:.2f} to {interval.high:.2f}, 2 and 2 seeds)" in words
+
+
+def test_unfinished_runs_are_left_out_and_counted(out):
+    make_run(out, ISDA, 7, 1.0, epochs=12)
+    result = comparison(load_runs(out), CE, ISDA)
+    assert sorted(result.method.runs) == [0, 1, 2]
+    assert "Left out: 1 unfinished run." in comparison_table(result)
+    with pytest.raises(InputError, match="no finished run of 'cifar10-resnet32-ce'"):
+        comparison(load_runs(out), "cifar10-resnet32-ce", ISDA)
+
+
+def test_runs_that_must_not_be_mixed(out, tmp_path):
+    make_run(tmp_path / "more", ISDA, 9, 30.0, lambda_0=0.25)
+    with pytest.raises(InputError, match="differ in lambda_0"):
+        comparison(load_runs(tmp_path), CE, ISDA)
+    make_run(tmp_path / "twice", CE, 0, 30.0, compile=True)
+    with pytest.raises(InputError, match="same seed"):
+        comparison([*load_runs(out), *load_runs(tmp_path / "twice")], CE, ISDA)
+
+
+def test_held_out_images_are_not_called_test(tmp_path):
+    for name in (CE, ISDA):
+        make_run(tmp_path, name, 0, 10.0, hold_out=100)
+    result = comparison(load_runs(tmp_path), CE, ISDA)
+    assert "validation error" in comparison_table(result)
+    assert "test error" not in comparison_table(result)
+
+
+class Page(HTMLParser):
+    """Cells by row, tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.ids: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        self.ids += [value for key, value in attributes if key == "id" and value]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+
+def test_page_numbers(out, tmp_path):
+    result = comparison(load_runs(out), CE, ISDA)
+    path = tmp_path / "page.html"
+    write_comparison_page(path, result)
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert ["test error, %", *expected_numbers(out)] in page.rows
+    raw = [raw_errors(out, name) for name in (CE, ISDA)]
+    for seed in range(3):
+        one, other = raw[0][seed], raw[1][seed]
+        row = [str(seed), f"{one:.2f}", f"{other:.2f}", f"{other - one:+.2f}".replace("-", "−")]
+        assert row in page.rows
+    assert ["lambda_0", "0", "0.5"] in page.rows
+    assert ["method", "ce", "isda"] in page.rows
+    assert sentence(result) in text
+    for value in result.method.runs[0].environments[0].values():
+        assert value is None or str(value) in text
+
+
+def test_page_stands_alone(out, tmp_path):
+    path = tmp_path / "page.html"
+    write_comparison_page(path, comparison(load_runs(out), CE, ISDA))
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.tags.count("svg") == 2
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    references = [value for key, value in page.attributes if key in ("href", "src", "xlink:href")]
+    assert all(value is not None and value.startswith("#") for value in references)
+    assert {value[1:] for value in references if value} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids))  # the two pictures do not share clip paths
+    assert "@import" not in text
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert "prefers-color-scheme: dark" in text
+    assert set(re.findall(r"var\((--[a-z]+)\)", text)) == set(re.findall(r"(--[a-z]+):", text))
+
+
+def test_curves_are_means_over_seeds(tmp_path):
+    """Slopes 1, 1, 1 and 0, 0, 3 have the same mean: the two lines must lie on each other."""
+    epochs = get_recipe(CE).epochs
+    for name, slopes in ((CE, (1, 1, 1)), (ISDA, (0, 0, 3))):
+        for seed, slope in enumerate(slopes):
+            run = Run.create(tmp_path, name, get_recipe(name), seed)
+            for epoch in range(epochs):
+                error = 10.0 + slope * epoch
+                run.append({"epoch": epoch, "test_error": error, "train_loss": 1.0, "seconds": 1})
+    path = tmp_path / "page.html"
+    write_comparison_page(path, comparison(load_runs(tmp_path), CE, ISDA))
+    text = path.read_text(encoding="utf-8")
+    lines = []
+    for colour in ("baseline", "method"):
+        found = re.search(rf'<path d="([^"]*)"[^>]*fill: none; stroke: var\(--{colour}\)', text)
+        assert found
+        points = re.findall(r"[ML] (\S+) (\S+)", found[1])
+        lines.append(np.array(points, dtype=float))  # (epochs, 2)
+    assert len(lines[0]) == epochs
+    np.testing.assert_allclose(lines[0], lines[1], atol=1e-5)  # the file has 6 decimals
+    assert (np.diff(lines[0][:, 1]) < 0).all()  # SVG counts downwards: a growing error goes up
+
+
+def test_page_of_a_diverged_run(tmp_path):
+    for name in (CE, ISDA):
+        run = Run.create(tmp_path, name, get_recipe(name), 0)
+        for epoch in range(get_recipe(name).epochs):
+            run.append(
+                {
+                    "epoch": epoch,
+                    "test_error": 90.0,
+                    "train_loss": float("nan"),
+                    "test_loss": float("nan"),
+                    "seconds": 1.0,
+                }
+            )
+    write_comparison_page(tmp_path / "page.html", comparison(load_runs(tmp_path), CE, ISDA))
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert ["test error, %", "90.00", "90.00", "+0.00"] in page.rows
+    assert ["NLL", "nan", "nan", "+nan"] in page.rows
+
+
+def test_names_are_escaped(tmp_path):
+    for name, recipe in (("<b>-x-ce", get_recipe(CE)), ("<b>-x-isda", get_recipe(ISDA))):
+        recipe = dataclasses.replace(recipe, network="<i>", epochs=1)
+        run = Run.create(tmp_path, name, recipe, 0)
+        run.append({"epoch": 0, "test_error": 1.0, "train_loss": 1.0, "seconds": 1.0})
+    path = tmp_path / "page.html"
+    write_comparison_page(path, comparison(load_runs(tmp_path), "<b>-x-ce", "<b>-x-isda"))
+    assert not {"b", "i"} & set(Page(path.read_text(encoding="utf-8")).tags)
+
+
+def test_recipes_table(out, tmp_path):
+    text = recipes_table()
+    assert len(text.splitlines()) == 2 + len(RECIPES)
+    row = next(line for line in text.splitlines() if line.startswith("cifar100-resnet32-isda"))
+    assert re.split(r"\s{2,}", row) == ["cifar100-resnet32-isda", "30.27 ± 0.34", "–", "0.5", "160"]
+    make_run(tmp_path / "changed", ISDA, 8, 3.0, lambda_0=0.1)  # not this recipe: does not count
+    row = next(line for line in recipes_table(tmp_path).splitlines() if line.startswith(ISDA))
+    assert expected_numbers(out)[1] + " (3)" in row
+    assert recipes_table(tmp_path / "nowhere") == text
+
+
+def test_markdown_table(out):
+    header, rule, row = markdown_table(load_runs(out)).splitlines()
+    assert header.count("|") == rule.count("|") == row.count("|")
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == [f"`{ISDA}`", "–", "–", *expected_numbers(out), "3"]
+    with pytest.raises(InputError, match="no records of an ISDA recipe cifar"):
+        markdown_table(load_runs(out), "cifar")
+
+
+def test_update_markdown(out, tmp_path):
+    path = tmp_path / "README.md"
+    block = "<!-- table:{} -->\n{}<!-- /table -->\n"
+    frame = "# Title\n\n" + block + "between\n" + block + "end"
+    path.write_text(frame.format("digits", "old\nrows\n", "all", ""))
+    runs = load_runs(out)
+    table = markdown_table(runs) + "\n"
+    assert update_markdown(path, runs)
+    assert path.read_text() == frame.format("digits", table, "all", table)
+    assert not update_markdown(path, runs)
+    path.write_text("<!-- table:cifar10 -->\n<!-- /table -->\n")
+    with pytest.raises(InputError, match="cifar10"):
+        update_markdown(path, runs)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no markers",
+        "<!-- table:all -->\nnever closed",
+        "<!-- /table -->",
+        "<!-- table:all -->\n<!-- table:all -->\n<!-- /table -->",
+    ],
+)
+def test_broken_markers_are_refused(tmp_path, text):
+    path = tmp_path / "README.md"
+    path.write_text(text)
+    with pytest.raises(InputError, match="closed by"):
+        update_markdown(path, [])
+    assert path.read_text() == text

@@ -1,0 +1,455 @@
+"""Run folders: what survives a crash, a full disk and a damaged file; and the statistics."""
+
+import builtins
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import resource
+import warnings
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from isda.experiments import runs
+from isda.experiments.errors import InputError
+from isda.experiments.recipes import Recipe
+from isda.experiments.runs import Run, RunError, export, load_runs, summary
+from isda.experiments.statistics import difference, estimate, expected_calibration_error
+
+RECIPE = Recipe(
+    data="digits", network="resnet8", augment=("crop",), epochs=12, batch_size=4,
+    learning_rate=0.1, weight_decay=0.0, milestones=(3, 5), lambda_0=0.5,
+)  # fmt: skip
+
+
+class Crash(BaseException):
+    """Power cut: nothing may catch it."""
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run.create(tmp_path, "digits-resnet8-isda", RECIPE, 3)
+
+
+def state(number: int) -> dict:
+    return {
+        "epoch": number,
+        "weight": torch.full((50,), float(number)),
+        "nested": {"step": [number]},
+    }
+
+
+def line(epoch: int, **more) -> dict:
+    return {"epoch": epoch, "test_error": 10.0 - epoch, "seconds": 2.0, **more}
+
+
+def same(one: dict | None, other: dict) -> bool:
+    return one is not None and one["epoch"] == other["epoch"] and bool(
+        (one["weight"] == other["weight"]).all()
+    )  # fmt: skip
+
+
+def test_config_round_trip(run, tmp_path):
+    assert run.folder == tmp_path / "digits-resnet8-isda" / "3"
+    again = Run(run.folder)
+    assert (again.name, again.seed, again.recipe) == (run.name, 3, RECIPE)
+    config = json.loads((run.folder / "config.json").read_text())
+    assert config["environments"][0]["torch"] == str(torch.__version__)
+    assert set(config["environments"][0]) >= {"isda", "python", "device", "commit"}
+
+
+def test_existing_run_needs_resume(run, tmp_path):
+    with pytest.raises(InputError, match="use --resume or another --out"):
+        Run.create(tmp_path, run.name, RECIPE, 3)
+    assert Run.create(tmp_path, run.name, RECIPE, 3, resume=True).recipe == RECIPE
+    assert Run.create(tmp_path, run.name, RECIPE, 4, resume=True).load() is None  # begins
+
+
+def test_resume_with_another_recipe_names_the_fields(run, tmp_path):
+    other = dataclasses.replace(RECIPE, lambda_0=0.25, milestones=(3,))
+    with pytest.raises(InputError) as caught:
+        Run.create(tmp_path, run.name, other, 3, resume=True)
+    assert "lambda_0 0.5 → 0.25" in str(caught.value)
+    assert "milestones (3, 5) → (3,)" in str(caught.value)
+    assert "epochs" not in str(caught.value)
+
+
+def test_another_environment_is_recorded(run, tmp_path, monkeypatch):
+    before = run.environments[0]
+    monkeypatch.setattr(runs, "environment", lambda device: {**before, "torch": "9.9"})
+    with pytest.warns(UserWarning, match=r"torch .* → 9\.9"):
+        Run.create(tmp_path, run.name, RECIPE, 3, resume=True)
+    assert [record["torch"] for record in Run(run.folder).environments] == [before["torch"], "9.9"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Run.create(tmp_path, run.name, RECIPE, 3, resume=True)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b"])
+def test_name_must_be_a_folder_name(tmp_path, name):
+    with pytest.raises(InputError, match="folder name"):
+        Run.create(tmp_path, name, RECIPE, 0)
+
+
+def test_checkpoint_round_trip(run):
+    assert run.load() is None
+    for number in range(3):
+        run.save(state(number))
+        assert same(run.load(), state(number))
+    assert run.load()["nested"] == {"step": [2]}
+    assert sorted(path.name for path in run.folder.glob("checkpoint*")) == [
+        "checkpoint.previous.pt",
+        "checkpoint.pt",
+    ]
+
+
+@pytest.mark.parametrize("crash_at", range(4))
+def test_a_crash_at_any_point_of_save_leaves_a_good_checkpoint(run, monkeypatch, crash_at):
+    """Crash while the file is written, before its fsync, and before either rename."""
+    run.save(state(0))
+    run.save(state(1))
+    calls = 0
+
+    def crashing(function, after):
+        def call(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls > after:
+                raise Crash
+            return function(*arguments, **options)
+
+        return call
+
+    def torn_save(value, file):
+        file.write(b"half")
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        if crash_at == 0:
+            patch.setattr(torch, "save", torn_save)
+        elif crash_at == 1:
+            patch.setattr(os, "fsync", crashing(os.fsync, 0))
+        else:
+            patch.setattr(os, "replace", crashing(os.replace, crash_at - 2))
+        with pytest.raises(Crash):
+            run.save(state(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(Run(run.folder).load(), state(1))
+    again = Run(run.folder)
+    again.load()
+    again.save(state(5))  # goes on
+    assert same(Run(run.folder).load(), state(5))
+
+
+@pytest.mark.parametrize("damage", ["truncate", "empty", "flip"])
+def test_damaged_checkpoint_falls_back(run, damage):
+    run.save(state(0))
+    run.save(state(1))
+    path = run.folder / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    where = content.index(torch.full((50,), 1.0).numpy().tobytes()) + 8
+    content[where] ^= 1
+    path.write_bytes({"truncate": content[:-50], "empty": b"", "flip": content}[damage])
+    with pytest.warns(UserWarning, match=r"checkpoint\.pt is damaged.*checkpoint\.previous\.pt"):
+        assert same(run.load(), state(0))
+
+
+def test_damaged_checkpoint_does_not_replace_the_good_one(run, monkeypatch):
+    run.save(state(0))
+    run.save(state(1))
+    (run.folder / "checkpoint.pt").write_bytes(b"damaged")
+    again = Run(run.folder)
+    with pytest.warns(UserWarning, match="damaged"):
+        again.load()
+
+    replace = os.replace
+
+    def crash(source, target):
+        if source.name == "checkpoint.new.pt":
+            raise Crash
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(Crash):
+            again.save(state(2))
+    with pytest.warns(UserWarning, match="damaged"):
+        assert same(Run(run.folder).load(), state(0))
+    again.save(state(2))
+    assert same(again.load(), state(2))
+
+
+def test_every_flipped_byte_is_harmless_or_found(run):
+    """No damage may go unseen: the state loads unchanged or the checkpoint before is used."""
+    run.save(state(0))
+    run.save(state(1))
+    path = run.folder / "checkpoint.pt"
+    content = path.read_bytes()
+    found = 0
+    generator = np.random.default_rng(0)
+    for where in generator.choice(len(content), 150, replace=False):
+        flipped = bytearray(content)
+        flipped[where] ^= 0xFF
+        path.write_bytes(flipped)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loaded = run.load()
+        found += bool(caught)
+        assert same(loaded, state(0) if caught else state(1))
+    assert found > 0
+
+
+def test_both_checkpoints_damaged(run):
+    run.save(state(0))
+    run.save(state(1))
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        (run.folder / name).write_bytes(b"damaged")
+    with pytest.raises(InputError, match=r"checkpoint\.pt is damaged.*checkpoint\.previous\.pt is"):
+        run.load()
+
+
+def test_metrics(run):
+    assert run.metrics() == []
+    for epoch in range(3):
+        run.append(line(epoch))
+    assert run.metrics() == [line(epoch) for epoch in range(3)]
+
+
+def test_torn_last_line_is_dropped(run):
+    run.append(line(0))
+    with open(run.folder / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 1, "test_er')
+    assert run.metrics() == [line(0)]
+    run.rewind(1)
+    run.append(line(1))
+    assert run.metrics() == [line(0), line(1)]
+
+
+def test_damage_before_the_last_line_is_not_hidden(run):
+    run.append(line(0))
+    with open(run.folder / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 1, "test_er\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl is damaged"):
+        run.metrics()
+
+
+def test_rewind(run, monkeypatch):
+    for epoch in range(5):
+        run.append(line(epoch))
+
+    def crash(*_):
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(Crash):
+            run.rewind(2)
+    assert len(run.metrics()) == 5  # all or nothing
+    run.rewind(2)
+    assert run.metrics() == [line(0), line(1)]
+    with pytest.raises(InputError, match="lacks epochs before 4"):
+        run.rewind(4)
+    run.rewind(0)
+    assert run.metrics() == []
+
+
+def test_full_disk_keeps_the_last_checkpoint(run, monkeypatch):
+    run.save(state(0))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(RunError, match=r"No space left on device; what was saved before"):
+            run.save(state(1))
+        run_metrics = run.metrics()
+        with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl"):
+            run.append(line(0))
+    assert run.metrics() == run_metrics == []
+    assert [path.name for path in run.folder.glob("checkpoint*")] == ["checkpoint.pt"]
+    assert same(run.load(), state(0))
+
+
+def test_write_that_fails_inside_torch(run):
+    """torch.save reports a failed write as a RuntimeError; the file-size limit makes a real one."""
+    run.save(state(0))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match="File too large"):
+            run.save({"weight": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in run.folder.glob("checkpoint*")] == ["checkpoint.pt"]
+    assert same(run.load(), state(0))
+
+
+def test_half_written_line_is_taken_back(run, monkeypatch):
+    run.append(line(0))
+    real = builtins.open
+
+    def limited(*arguments, **options):
+        file = real(*arguments, **options)
+        writes = []
+
+        class Disk:
+            def write(self, data):
+                if writes:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                writes.append(data)
+                return file.write(data[:5])
+
+            def __getattr__(self, name):
+                return getattr(file, name)
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                file.close()
+
+        return Disk()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "open", limited)
+        with pytest.raises(RunError, match="No space left"):
+            run.append(line(1))
+    run.append(line(1))
+    assert run.metrics() == [line(0), line(1)]
+
+
+def test_other_errors_of_torch_save_are_not_hidden(run, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("cannot be stored")
+
+    monkeypatch.setattr(torch, "save", broken)
+    with pytest.raises(RuntimeError, match="cannot be stored") as caught:
+        run.save(state(0))
+    assert not isinstance(caught.value, RunError)
+
+
+def test_summary(run):
+    assert summary(run).error is None
+    errors = [50.0, 40.0, *np.linspace(9.0, 8.0, 10)]
+    for epoch, error in enumerate(errors[:5]):
+        run.append(line(epoch, test_error=error, test_loss=0.5, test_ece=0.1))
+    assert summary(run).error == pytest.approx(np.mean(errors[:5]))
+    assert not summary(run).finished
+    for epoch, error in enumerate(errors[5:], 5):
+        run.append(line(epoch, test_error=error, test_loss=0.5, test_ece=0.1))
+    result = summary(run)
+    assert result.error == pytest.approx(np.mean(errors[2:]))
+    assert (result.finished, result.epochs, result.seconds) == (True, 12, 24.0)
+    assert (result.loss, result.ece) == pytest.approx((0.5, 0.1))
+
+
+def test_export_and_load_runs(run, tmp_path):
+    with pytest.raises(InputError, match="0 of 12 epochs"):
+        export(run, tmp_path / "results")
+    for epoch in range(12):
+        run.append(line(epoch))
+    run.save(state(12))
+    folder = export(run, tmp_path / "results")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl"]
+    for seed in (11, 2):
+        Run.create(tmp_path / "more", "digits-resnet8-ce", RECIPE, seed)
+    (tmp_path / "more" / "config.json").write_text("{}")  # of some other program
+    found = load_runs(tmp_path)
+    assert [(one.name, one.seed) for one in found] == [
+        ("digits-resnet8-ce", 2),
+        ("digits-resnet8-ce", 11),
+        ("digits-resnet8-isda", 3),
+        ("digits-resnet8-isda", 3),
+    ]
+    assert found[-1].metrics() == run.metrics()
+    with pytest.raises(InputError, match="nowhere"):
+        load_runs(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"name": "x"}', '{"name": "x", "seed": 1, "recipe": {}}']
+)
+def test_damaged_config_is_named(run, content):
+    (run.folder / "config.json").write_text(content)
+    with pytest.raises(InputError, match=r"config\.json is not the record of a run"):
+        Run(run.folder)
+
+
+def test_estimate_against_numpy():
+    values = [30.9, 30.2, 31.4, 30.0]
+    result = estimate(values)
+    assert (result.mean, result.std) == pytest.approx((np.mean(values), np.std(values, ddof=1)))
+    assert estimate([4.0]) == (type(result))(4.0, None, 1)
+    assert estimate([4.0]).format() == "4.00"
+    with pytest.raises(ValueError, match="at least one"):
+        estimate([])
+
+
+def test_paired_interval_against_scipy():
+    one = {0: 30.9, 1: 30.7, 5: 31.0, 7: 30.2}
+    other = {7: 29.9, 5: 30.1, 0: 30.2, 1: 30.6}  # another order: pairs are by seed
+    test = scipy.stats.ttest_rel([other[seed] for seed in one], list(one.values()))
+    interval = test.confidence_interval(0.95)
+    result = difference(one, other)
+    assert result.paired
+    assert result.interval == pytest.approx((interval.low, interval.high))
+    assert result.mean == pytest.approx(np.mean(list(other.values())) - np.mean(list(one.values())))
+    assert result.significant == (test.pvalue < 0.05)
+
+
+@pytest.mark.parametrize("shift", [0.0, 1.5])
+def test_welch_interval_against_scipy(shift):
+    one, other = {0: 30.9, 1: 30.7, 2: 31.3}, {0: 30.2, 1: 30.9, 3: 30.4, 4: 29.7}
+    other = {seed: value - shift for seed, value in other.items()}
+    test = scipy.stats.ttest_ind(list(other.values()), list(one.values()), equal_var=False)
+    interval = test.confidence_interval(0.95)
+    result = difference(one, other)
+    assert not result.paired
+    assert result.counts == (3, 4)
+    assert result.interval == pytest.approx((interval.low, interval.high))
+    assert result.significant == (test.pvalue < 0.05)
+
+
+def test_single_seeds_have_no_interval():
+    assert difference({0: 3.0}, {0: 2.0}).interval is None
+    assert difference({0: 3.0}, {0: 2.0, 1: 1.0}).interval is None
+    assert not difference({0: 3.0}, {0: 2.0}).significant
+    assert difference({0: 3.0, 1: 3.0}, {4: 2.0, 5: 2.0}).interval == (-1.0, -1.0)
+
+
+@pytest.mark.parametrize("bins", [1, 4, 15])
+def test_calibration_error_against_a_loop(device, bins):
+    generator = torch.Generator().manual_seed(bins)
+    probabilities = (2 * torch.randn(77, 13, generator=generator)).softmax(-1)
+    target = torch.randint(13, (77,), generator=generator)
+    probabilities[0] = 0.0
+    probabilities[0, 2] = 1.0  # upper end of the last bin
+    edges = np.linspace(0, 1, bins + 1)
+    expected = 0.0
+    for low, high in itertools.pairwise(edges):
+        gaps = []
+        for row, label in zip(probabilities.tolist(), target.tolist(), strict=True):
+            if low < max(row) <= high:
+                gaps.append((row.index(max(row)) == label) - max(row))
+        expected += abs(sum(gaps)) / len(target)
+    result = expected_calibration_error(probabilities.to(device), target.to(device), bins)
+    assert result.item() == pytest.approx(expected, abs=1e-6)  # float32 sums
+
+
+def test_calibration_bins_own_their_upper_end(device):
+    """Confidence 0.5, right, is in (0, ½]; 0.6, wrong, is in (½, 1]: (0.5 + 0.6) / 2."""
+    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]], device=device)
+    target = torch.tensor([0, 1], device=device)
+    result = expected_calibration_error(probabilities, target, bins=2)
+    assert result.item() == pytest.approx(0.55)
+
+
+def test_calibration_error_shows_a_nan(device):
+    probabilities = torch.tensor([[0.5, 0.5], [float("nan"), 0.5]], device=device)
+    assert expected_calibration_error(probabilities, torch.zeros(2, device=device)).isnan()
