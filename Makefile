@@ -19,7 +19,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/installed
-	$(BIN)/isda compare --seeds 0 1 2 3 4 --out runs/demo --resume
+	$(BIN)/isda compare --out runs/demo --resume
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -308,7 +308,7 @@ def test_markdown_table(out):
 
 def test_update_markdown(out, tmp_path):
     path = tmp_path / "README.md"
-    block = "<!-- table:{} -->\n{}<!-- /table -->\n"
+    block = "<!-- runs:{} -->\n{}<!-- /runs -->\n"
     frame = "# Title\n\n" + block + "between\n" + block + "end"
     path.write_text(frame.format("digits", "old\nrows\n", "all", ""))
     runs = load_runs(out)
@@ -316,7 +316,7 @@ def test_update_markdown(out, tmp_path):
     assert update_markdown(path, runs)
     assert path.read_text() == frame.format("digits", table, "all", table)
     assert not update_markdown(path, runs)
-    path.write_text("<!-- table:cifar10 -->\n<!-- /table -->\n")
+    path.write_text("<!-- runs:cifar10 -->\n<!-- /runs -->\n")
     with pytest.raises(InputError, match="cifar10"):
         update_markdown(path, runs)
 
@@ -325,9 +325,9 @@ def test_update_markdown(out, tmp_path):
     "text",
     [
         "no markers",
-        "<!-- table:all -->\nnever closed",
-        "<!-- /table -->",
-        "<!-- table:all -->\n<!-- table:all -->\n<!-- /table -->",
+        "<!-- runs:all -->\nnever closed",
+        "<!-- /runs -->",
+        "<!-- runs:all -->\n<!-- runs:all -->\n<!-- /runs -->",
     ],
 )
 def test_broken_markers_are_refused(tmp_path, text):

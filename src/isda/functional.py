@@ -422,16 +422,17 @@ def _batch_variances(features: Tensor, target: Tensor, num_classes: int) -> Mome
     return Moments(count[:-1], mean[:-1], variance[:-1])
 
 
+_BLOCK = 16  # classes at a time in _LogMatmulExp
+
+
 class _LogMatmulExp(torch.autograd.Function):
     """L_ik = log Σ_j exp(x_ij + y_kj), a block of k at a time: no (N, K, J) tensor is kept."""
-
-    block = 16
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         rows = [
             (x[:, None] + part).logsumexp(-1)  # (N, block)
-            for part in y.split(_LogMatmulExp.block)
+            for part in y.split(_BLOCK)
         ]
         output = torch.cat(rows, 1)
         ctx.save_for_backward(x, y, output)
@@ -441,8 +442,8 @@ class _LogMatmulExp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, y, output = ctx.saved_tensors
         x_grad, y_grad = torch.zeros_like(x), []
-        blocks = (tensor.split(_LogMatmulExp.block, 1) for tensor in (output, grads[0]))
-        for part, total, grad in zip(y.split(_LogMatmulExp.block), *blocks, strict=True):
+        blocks = (tensor.split(_BLOCK, 1) for tensor in (output, grads[0]))
+        for part, total, grad in zip(y.split(_BLOCK), *blocks, strict=True):
             share = (x[:, None] + part - total[:, :, None]).exp() * grad[:, :, None]
             x_grad = x_grad + share.sum(1)
             y_grad.append(share.sum(0))

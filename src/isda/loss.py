@@ -201,7 +201,7 @@ class ISDALoss(nn.Module):
                 raise ValueError(
                     "total_steps must be given to the criterion, or progress to each call"
                 )
-            progress = (self.step / self.total_steps).clamp(max=1)
+            progress = _progress_op(self.step, self.total_steps)
         return functional.ramped_strength(self.lambda_0, progress)
 
     def _update(self, features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -300,3 +300,18 @@ class ISDALoss(nn.Module):
             # before the step count is overwritten
             self.estimator.check_state(state_dict, prefix + "estimator.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+@torch.library.custom_op("isda::progress", mutates_args=())
+def _progress_op(step: Tensor, total_steps: int) -> Tensor:
+    """t/T, at most 1.
+
+    An operator, because torch.compile may compute plain arithmetic once more for the backward pass,
+    when the step has been counted already (pytorch/pytorch#197039).
+    """
+    return (step.to(torch.float32) / total_steps).clamp(max=1)
+
+
+@_progress_op.register_fake
+def _(step: Tensor, total_steps: int) -> Tensor:
+    return step.new_empty((), dtype=torch.float32)

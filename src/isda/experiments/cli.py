@@ -3,6 +3,7 @@
 To train is a recipe by name, with any of its fields changed by a flag, and how to train it.
 """
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -98,7 +99,7 @@ def _report(arguments: list[str]) -> None:
         """Copy the records of finished runs, without checkpoints, into this folder."""
 
         update: tuple[Path, ...] = ()
-        """Markdown files whose tables, between <!-- table:NAME --> marks, are made anew."""
+        """Markdown files whose tables, between <!-- runs:NAME --> marks, are made anew."""
 
     given = tyro.cli(Arguments, args=arguments, prog="isda report", description=_report.__doc__)
     runs = [run for run in load_runs(given.runs) if summary(run).finished]
@@ -177,8 +178,9 @@ def _parse(command: str, arguments: list[str], *, seeds: tuple[int, ...]) -> _Ar
 
 def _plans(recipe: Recipe, seeds: tuple[int, ...]) -> list[Plan]:
     """A run for each seed, under the name of the recipe and what was changed in it."""
-    if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
-        raise InputError(f"seeds must be different numbers >= 0, got {' '.join(map(str, seeds))}")
+    if not seeds or len(set(seeds)) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
+        given = " ".join(map(str, seeds)) or "none"
+        raise InputError(f"seeds must be different numbers from 0 to 2³² - 1, got {given}")
     name = name_of(recipe)
     usual = RECIPES.get(name)
     if usual is None:
@@ -187,7 +189,8 @@ def _plans(recipe: Recipe, seeds: tuple[int, ...]) -> list[Plan]:
         f"+{key}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
         for key, (_, new) in differing_fields(usual, recipe).items()
     ]
-    return [Plan(name + "".join(changes), recipe, seed) for seed in seeds]
+    name += re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # fit for a folder
+    return [Plan(name, recipe, seed) for seed in seeds]
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

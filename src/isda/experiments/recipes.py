@@ -90,7 +90,7 @@ class Recipe:
     """Growth of the strength to lambda_0: once per epoch, at every step, or none (constant)."""
 
     decay: float = 1.0
-    """Weight of the past in the statistics, per step; 1 averages over all of training."""
+    """Weight that a sample keeps in the statistics with each later one of its class; 1 keeps all."""
 
     drop_rate: float = 0.0
     """Dropout rate inside the network."""

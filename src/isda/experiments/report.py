@@ -185,18 +185,18 @@ def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
 def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
     """Rewrite the tables of a Markdown file; return whether the file changed.
 
-    What is between ``<!-- table:NAME -->`` and ``<!-- /table -->`` becomes the table of the recipes
+    What is between ``<!-- runs:NAME -->`` and ``<!-- /runs -->`` becomes the table of the recipes
     whose names begin with NAME; ``all`` stands for every recipe.
     """
     path, runs = Path(path), list(runs)
     text = path.read_text(encoding="utf-8")
-    begin, end = r"<!-- table:(\S+) -->", r"<!-- /table -->"
+    begin, end = r"<!-- runs:(\S+) -->", r"<!-- /runs -->"
     pattern = rf"({begin}\n)((?:(?!{begin}).)*?)({end})"
     found = len(re.findall(pattern, text, flags=re.DOTALL))
     if not found or not found == len(re.findall(begin, text)) == len(re.findall(end, text)):
         raise InputError(
-            f"{path} must have each <!-- table:NAME --> on a line of its own, closed by "
-            "<!-- /table -->, and at least one"
+            f"{path} must have each <!-- runs:NAME --> on a line of its own, closed by "
+            "<!-- /runs -->, and at least one"
         )
 
     def table(match: re.Match[str]) -> str:

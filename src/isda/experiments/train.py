@@ -86,25 +86,31 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
     Under ``torchrun`` all processes train each run together; rank 0 writes.
     """
     options = options or Options()
+    if options.side_by_side < 0:
+        raise InputError(f"side_by_side must be >= 0, got {options.side_by_side}")
+    if options.tensorboard:
+        _summary_writer()
     runs: dict[int, Run] = {}
     with _processes(options.device) as (device, rank, world), _kernels(options, device):
-        for number, plan in enumerate(plans):
-            if rank == 0:
-                runs[number] = Run.create(
-                    options.out,
-                    plan.name,
-                    plan.recipe,
-                    plan.seed,
-                    device=device,
-                    resume=options.resume,
-                )
         for group, data in _groups(plans, options, device):
-            members = {number: plans[number] for number in group}
-            lanes = []
-            for number, plan in members.items():
-                lane = Lane(plan.recipe, plan.seed, data, device, rank=rank, world=world)
+            lanes = [
+                Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
+                for n in group
+            ]
+            if rank == 0 and not runs:  # a mistake in data or network leaves no folders behind
+                runs = {
+                    number: Run.create(
+                        options.out,
+                        plan.name,
+                        plan.recipe,
+                        plan.seed,
+                        device=device,
+                        resume=options.resume,
+                    )
+                    for number, plan in enumerate(plans)
+                }
+            for lane, number in zip(lanes, group, strict=True):
                 _restore(lane, runs.get(number))
-                lanes.append(lane)
             _train_together(lanes, [runs.get(number) for number in group], options)
     return [runs[number] for number in sorted(runs)]
 
@@ -128,7 +134,12 @@ def _train_company(
     saved = time.monotonic()
     for epoch in _progress(lanes, until, show=runs[0] is not None):
         began = time.perf_counter()
-        company.train_epoch()
+        try:
+            company.train_epoch()
+        except InputError:
+            raise
+        except ValueError as error:  # on a CPU, where runs train alone, bad features raise at once
+            raise _stopped(lanes[0], runs[0], str(error)) from error
         results = company.evaluate()
         seconds = (time.perf_counter() - began) / len(lanes)
         for lane, run, result in zip(lanes, runs, results, strict=True):
@@ -174,19 +185,22 @@ def _metrics(
 
 def _require_finite(lane: Lane, run: Run | None, loss: float) -> None:
     """End a run whose loss is not a number; nothing of this epoch has been written yet."""
-    where = f"seed {lane.seed}" if run is None else str(run.folder)
-    where = f"{where}, epoch {lane.epoch + 1}"
     try:
         if isinstance(lane.criterion, ISDALoss):
             lane.criterion.check()
     except ValueError as error:
-        raise RunError(f"{where}: {error}; the last checkpoint is as it was") from error
+        raise _stopped(lane, run, str(error)) from error
     if not math.isfinite(loss):
-        rate = lane.recipe.learning_rate_at(lane.epoch)
-        raise RunError(
-            f"{where}: the training loss is {loss} at learning rate {rate:g} and lambda_0 "
-            f"{lane.recipe.lambda_0:g}; the last checkpoint is as it was"
-        )
+        raise _stopped(lane, run, f"the training loss is {loss}")
+
+
+def _stopped(lane: Lane, run: Run | None, reason: str) -> RunError:
+    where = f"seed {lane.seed}" if run is None else str(run.folder)
+    rate = lane.recipe.learning_rate_at(lane.epoch)
+    return RunError(
+        f"{where}, epoch {lane.epoch + 1}: {reason} (learning rate {rate:g}, lambda_0 "
+        f"{lane.recipe.lambda_0:g}); the last checkpoint is as it was"
+    )
 
 
 def _restore(lane: Lane, run: Run | None) -> None:
@@ -315,10 +329,12 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
 
 
 def _writer(run: Run | None, options: Options) -> Any:
-    if run is None or not options.tensorboard:
-        return None
+    return _summary_writer()(str(run.folder)) if run is not None and options.tensorboard else None
+
+
+def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise InputError("--tensorboard needs the package tensorboard") from error
-    return SummaryWriter(str(run.folder))
+    return SummaryWriter

@@ -35,6 +35,8 @@ class _RankedBatchNorm2d(nn.BatchNorm2d):
         x = input.float()  # moments of bfloat16 images, too
         number = x.new_tensor(float(x.numel() // x.shape[1]))
         dist.all_reduce(number)
+        if number <= 1:  # as torch does
+            raise ValueError("Expected more than 1 value per channel when training")
         mean = _SumOverRanks.apply(x.sum((0, 2, 3))) / number  # (C,)
         centred = x - mean[:, None, None]
         variance = _SumOverRanks.apply(centred.square().sum((0, 2, 3))) / number

@@ -1,0 +1,439 @@
+"""``isda.attach``: the same loss as an explicit call, on anybody's model; misuse is refused."""
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import isda
+from isda import ISDALoss, attach
+from isda.attach import find_head
+
+N, C = 6, 5
+
+
+class TokenClassifier(nn.Module):
+    """A label for every token: logits (N, L, C) of a linear head, transposed for the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.classifier = nn.Linear(4, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.body(x).relu()).mT  # (N, C, L)
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, C))
+
+
+def timm_model() -> nn.Module:
+    return pytest.importorskip("timm").create_model("test_resnet", num_classes=C)
+
+
+def timm_transformer() -> nn.Module:
+    return pytest.importorskip("timm").create_model("test_vit", num_classes=C, img_size=32)
+
+
+def torchvision_model() -> nn.Module:
+    return pytest.importorskip("torchvision").models.resnet18(num_classes=C)
+
+
+def hugging_face_model() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        image_size=8,
+        patch_size=4,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        num_labels=C,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+MODELS = {
+    "sequential": (sequential, (3, 2, 2)),
+    "timm": (timm_model, (3, 32, 32)),
+    "timm_transformer": (timm_transformer, (3, 32, 32)),
+    "torchvision": (torchvision_model, (3, 32, 32)),
+    "hugging_face": (hugging_face_model, (3, 8, 8)),
+}
+
+
+def logits_of(output: Tensor) -> Tensor:
+    return getattr(output, "logits", output)
+
+
+@pytest.fixture
+def model(device) -> nn.Sequential:
+    return sequential().to(device)
+
+
+@pytest.fixture
+def images(device) -> Tensor:
+    return torch.randn(N, 3, 2, 2, device=device)
+
+
+@pytest.fixture
+def target(device) -> Tensor:
+    return torch.tensor([0, 4, 2, 2, 1, 2], device=device)
+
+
+def options(**changes) -> dict:
+    return {"lambda_0": 3.0, "ramp": "constant", **changes}
+
+
+# The same as an explicit call
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_explicit_call(name, device, target):
+    """Loss, gradients and statistics, over two steps, on the models of several libraries."""
+    make, shape = MODELS[name]
+    model = make().to(device)
+    state = copy.deepcopy(model.state_dict())
+    plain = copy.deepcopy(model)
+    criterion = attach(model, **options())
+    head = find_head(model)
+    explicit = ISDALoss(head.in_features, C, **options()).to(device)
+    assert not list(criterion.parameters())
+    assert list(model.state_dict()) == list(state)  # checkpoints are as before
+    captured: list[Tensor] = []
+    find_head(plain).register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0]))
+    for _ in range(2):
+        x = torch.randn(N, *shape, device=device)
+        loss = criterion(logits_of(model(x)), target)
+        logits = logits_of(plain(x))
+        layer = find_head(plain)
+        expected = explicit(captured.pop(), layer.weight, target, bias=layer.bias, logits=logits)
+        torch.testing.assert_close(loss, expected)
+        assert loss > F.cross_entropy(logits, target)  # augmentation is on
+        loss.backward()
+        expected.backward()
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+    for left, right in zip(criterion.criterion.buffers(), explicit.buffers(), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_progress_is_passed_on(model, images, target):
+    criterion = attach(model, lambda_0=3.0)
+    logits = model(images)
+    loss = criterion(logits, target, progress=0.0)
+    torch.testing.assert_close(loss, F.cross_entropy(logits, target))
+
+
+def test_probabilities(model, images, target, device):
+    probabilities = torch.randn(N, C, device=device).softmax(1)
+    criterion = attach(model, **options())
+    explicit = ISDALoss(8, C, **options()).to(device)
+    logits = model(images)
+    head = model[-1]
+    expected = explicit(model[:-1](images), head.weight, probabilities, bias=head.bias)
+    torch.testing.assert_close(criterion(logits, probabilities), expected)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_convolution_as_head(soft, device):
+    """Dense prediction with a 1×1 convolution: features (N, A, H, W)."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, C, 1)).to(device)
+    criterion = attach(model, head=model[-1], **options(ignore_index=255))
+    explicit = ISDALoss(4, C, **options(ignore_index=255)).to(device)
+    images = torch.randn(2, 3, 4, 3, device=device)
+    if soft:
+        target = torch.randn(2, C, 4, 3, device=device).softmax(1)
+    else:
+        target = torch.randint(C, (2, 4, 3), device=device)
+        target[0, 0] = 255
+    features = model[:-1](images)
+    head = model[-1]
+    weight = head.weight.flatten(1)
+    expected = explicit(features, weight, target, bias=head.bias, logits=head(features))
+    loss = criterion(model(images), target)
+    torch.testing.assert_close(loss, expected)
+    gradients = [torch.autograd.grad(each, model.parameters()) for each in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+    for left, right in zip(criterion.criterion.buffers(), explicit.buffers(), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_token_classification(soft, device):
+    """A linear head on (N, L, A), its logits in torch's order (N, C, L)."""
+    model = TokenClassifier().to(device)
+    criterion = attach(model, **options())
+    explicit = ISDALoss(4, C, **options()).to(device)
+    x = torch.randn(2, 7, 3, device=device)
+    target = torch.randint(C, (2, 7), device=device)
+    if soft:
+        target = torch.randn(2, C, 7, device=device).softmax(1)
+    else:
+        target[1, 5:] = -100
+    head = model.classifier
+    features = model.body(x).relu().mT  # (N, A, L)
+    expected = explicit(features, head.weight, target, bias=head.bias)
+    torch.testing.assert_close(criterion(model(x), target), expected)
+    torch.testing.assert_close(
+        criterion.criterion.estimator.covariance, explicit.estimator.covariance
+    )
+
+
+def test_autocast(model, images, target, device):
+    criterion = attach(model, **options())
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        logits = model(images)
+        loss = criterion(logits, target)
+    assert logits.dtype == torch.bfloat16
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+class LargestFeature(nn.Module):
+    """Some other loss with the same call: cross entropy and a term that pulls on the features."""
+
+    def forward(self, features, weight, target, *, bias=None, logits=None, scale=1.0) -> Tensor:
+        return F.cross_entropy(logits, target) + scale * features.square().sum()
+
+
+def test_another_criterion_can_be_attached(model, images, target):
+    twin = copy.deepcopy(model)
+    criterion = attach(model, LargestFeature())
+    criterion(model(images), target, scale=0.5).backward()
+    features = twin[:-1](images)
+    (F.cross_entropy(twin[-1](features), target) + 0.5 * features.square().sum()).backward()
+    for left, right in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(left.grad, right.grad)
+    assert not criterion.state_dict()
+    criterion.check()
+    model.eval()
+    logits = model(images)
+    torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits, target))
+
+
+# The life of a model around it
+
+
+def test_model_in_eval_mode_means_cross_entropy(model, images, target):
+    criterion = attach(model, **options(reduction="none", ignore_index=2))
+    criterion(model(images), target)
+    before = copy.deepcopy(criterion.state_dict())
+    model.eval()
+    logits = model(images)
+    expected = F.cross_entropy(logits, target, reduction="none", ignore_index=2)
+    for _ in range(2):  # nothing to be used once
+        torch.testing.assert_close(criterion(logits, target), expected)
+    model.train()
+    logits = model(images)
+    torch.testing.assert_close(criterion.eval()(logits, target), expected)
+    for name, tensor in criterion.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_validation_clears_what_was_captured(model, images, target):
+    criterion = attach(model, **options())
+    logits = model(images)  # a pass without a loss
+    model.eval()
+    model(images)
+    model.train()
+    with pytest.raises(ValueError, match="no pass before it"):
+        criterion(logits, target)
+
+
+def test_copies_and_pickles_with_a_capture_pending(model, images, target):
+    criterion = attach(model, **options())
+    logits = model(images)
+    twin = copy.deepcopy(model)  # such as an average of the weights
+    thawed = pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    for other in (twin, thawed):
+        torch.testing.assert_close(other(images), logits)
+        other(torch.zeros_like(images))  # must not reach the criterion
+    criterion(logits, target).backward()
+
+
+def test_copy_of_model_and_criterion_together(model, images, target):
+    criterion = attach(model, **options())
+    criterion(model(images), target)
+    other_model, other_criterion = copy.deepcopy((model, criterion))
+    loss = other_criterion(other_model(images), target)  # a pass of the copy, not of the original
+    torch.testing.assert_close(loss, criterion(model(images), target))
+    with pytest.raises(ValueError, match="no pass before it"):
+        criterion(other_model(images), target)
+
+
+def test_moved_after_attach(target, device):
+    """The statistics follow the model to another device or precision."""
+    model = sequential()
+    criterion = attach(model, **options())
+    model.to(device, torch.float64)
+    loss = criterion(model(torch.randn(N, 3, 2, 2, device=device, dtype=torch.float64)), target)
+    assert loss.device.type == device.type
+    assert loss.dtype == torch.float64
+    for buffer in criterion.buffers():
+        assert buffer.device.type == device.type
+    assert criterion.criterion.estimator.covariance.dtype == torch.float32
+
+
+def test_attached_on_the_models_device(model, device):
+    assert all(buffer.device.type == device.type for buffer in attach(model).buffers())
+
+
+def test_state_survives_a_checkpoint(model, images, target):
+    criterion = attach(model, **options())
+    criterion(model(images), target)
+    file = io.BytesIO()
+    torch.save(criterion.state_dict(), file)
+    file.seek(0)
+    twin = copy.deepcopy(model)
+    other = attach(twin, **options())
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(criterion(model(images), target), other(twin(images), target))
+
+
+def test_remove(model, images, target):
+    criterion = attach(model, **options())
+    criterion.remove()
+    assert not model[-1]._forward_pre_hooks
+    logits = model(images)
+    with pytest.raises(ValueError, match="no pass before it"):
+        criterion(logits, target)
+
+
+def test_two_criteria_on_one_model(model, images, target):
+    first, second = attach(model, **options()), attach(model, **options(covariance="identity"))
+    logits = model(images)
+    assert first(logits, target) != second(logits, target)
+    first.remove()
+    second(model(images), target)
+
+
+# Misuse
+
+
+def test_a_capture_is_used_once(model, images, target):
+    criterion = attach(model, **options())
+    logits = model(images)
+    criterion(logits, target)
+    before = copy.deepcopy(criterion.state_dict())
+    with pytest.raises(ValueError, match="one pass for each call; got a call with no pass before"):
+        criterion(logits, target)
+    for name, tensor in criterion.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_no_pass_before(model, target, device):
+    with pytest.raises(ValueError, match="no pass before it"):
+        attach(model, **options())(torch.zeros(N, C, device=device), target)
+
+
+def test_logits_of_another_batch_size(model, images, target):
+    criterion = attach(model, **options())
+    model(images)
+    with pytest.raises(ValueError, match="batch that the model saw last, 6 samples, got 3"):
+        criterion(torch.zeros(3, C, device=images.device), target[:3])
+
+
+def check_mismatch(criterion, logits, target, *, deferred: bool) -> None:
+    """Refused at once on a CPU; on a GPU the loss is NaN and the next look raises."""
+    before = {name: t.clone() for name, t in criterion.criterion.estimator.named_buffers()}
+    message = "logits must come from the captured features: got logits of another batch"
+    if deferred:
+        assert criterion(logits, target).isnan()
+        with pytest.raises(ValueError, match=message):
+            criterion.state_dict()
+        criterion.state_dict()  # told once
+    else:
+        with pytest.raises(ValueError, match=message):
+            criterion(logits, target)
+    for name, tensor in criterion.criterion.estimator.named_buffers():
+        assert torch.equal(tensor, before[name])
+    assert criterion.criterion.step == 0
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_logits_of_another_batch_of_the_same_size(
+    model, images, target, deferred, device, monkeypatch
+):
+    if device.type == "cuda" and not deferred:
+        pytest.skip("a GPU always tells later")
+    if device.type == "cpu" and deferred:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    criterion = attach(model, **options())
+    logits = model(images)
+    model(images + 1)
+    check_mismatch(criterion, logits, target, deferred=deferred)
+
+
+def test_logits_changed_after_the_head(model, images, target, device):
+    criterion = attach(model, **options())
+    check_mismatch(criterion, 2 * model(images), target, deferred=device.type != "cpu")
+
+
+def test_mixed_up_target(model, images, target):
+    criterion = attach(model, **options())
+    with pytest.raises(ValueError, match=re.escape("class indices must have shape (6,), got (5,)")):
+        criterion(model(images), target[1:])
+
+
+def test_head_by_hand(images, target, device):
+    """Two layers of C outputs: which one is final must be said."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, C), nn.ReLU(), nn.Linear(C, C)).to(device)
+    with pytest.raises(
+        ValueError, match=r"one final nn\.Linear layer, found 2 with 5 outputs \(1, 3\); pass head="
+    ):
+        attach(model)
+    criterion = attach(model, head=model[-1], **options())
+    assert criterion.criterion.num_features == C
+    criterion(model(images), target)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: attach(nn.Sequential(nn.Conv2d(3, 4, 1))),
+            "model must have a final nn.Linear layer, found none in Sequential",
+        ),
+        (
+            lambda: attach(sequential(), head=nn.Linear(8, C)),
+            "head must be a module of the model, got Linear(",
+        ),
+        (
+            lambda: attach(model := sequential(), head=model[2]),
+            "head must be an nn.Linear or a 1×1 nn.Conv2d, got ReLU()",
+        ),
+        (
+            lambda: attach(model := nn.Sequential(nn.Conv2d(3, 4, 3)), head=model[0]),
+            "head must be an nn.Linear or a 1×1 nn.Conv2d, got Conv2d(",
+        ),
+        (
+            lambda: attach(sequential(), LargestFeature(), lambda_0=1.0),
+            "options go with ISDALoss, got ['lambda_0'] beside a criterion",
+        ),
+        (lambda: attach(sequential(), lambda_0=-1.0), "lambda_0 must be >= 0 and finite, got -1.0"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_failed_attach_leaves_no_hook():
+    model = sequential()
+    with pytest.raises(ValueError, match="lambda_0"):
+        attach(model, lambda_0=-1.0)
+    assert not model[-1]._forward_pre_hooks
+
+
+def test_public_names():
+    assert all(hasattr(isda, name) for name in isda.__all__)

@@ -1,0 +1,238 @@
+"""The estimators: buffers, checkpoints, precision and errors (Appendix A, Table 5)."""
+
+import copy
+import io
+import re
+
+import pytest
+import reference
+import torch
+from reference import draw
+from torch import Tensor, nn
+
+from isda import (
+    Covariance,
+    DiagonalCovariance,
+    FullCovariance,
+    IdentityCovariance,
+    SharedCovariance,
+    functional,
+)
+
+WITH_STATE = [FullCovariance, DiagonalCovariance, SharedCovariance]
+ALL = [*WITH_STATE, IdentityCovariance]
+
+with_state = pytest.mark.parametrize("kind", WITH_STATE)
+every = pytest.mark.parametrize("kind", ALL)
+
+
+def stream(device: torch.device, *, batches: int = 4) -> list[tuple[Tensor, Tensor]]:
+    """Batches of 7 samples of 13 classes, the last of them with samples to be left out."""
+    drawn = [draw(7, 13, 5, seed=s, dtype=torch.float32, device=device) for s in range(batches)]
+    drawn[-1].target[:2] = -1
+    return [(x.features, x.target) for x in drawn]
+
+
+def trained(kind: type[Covariance], device: torch.device, **options: float) -> Covariance:
+    estimator = kind(5, 13, **options).to(device)
+    for features, target in stream(device):
+        estimator.update(features, target)
+    return estimator
+
+
+def bits(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in module.named_buffers()}
+
+
+def assert_bits(module: nn.Module, expected: dict[str, Tensor]) -> None:
+    found = dict(module.named_buffers())
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    # float32 statistics of four merges of values below 10: a few times 10 · 2⁻²⁴
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.8])
+@with_state
+def test_statistics_of_a_stream(kind, decay, device):
+    estimator = trained(kind, device, decay=decay)
+    batches = stream(device)
+    if kind is SharedCovariance:
+        batches = [(features, torch.where(target < 0, -1, 0)) for features, target in batches]
+        count, mean, covariance = (t[0] for t in reference.decayed_moments(batches, 1, decay))
+    else:
+        count, mean, covariance = reference.decayed_moments(batches, 13, decay)
+    assert estimator.count.dtype == torch.int64
+    assert estimator.count.tolist() == count.tolist()
+    close(estimator.mean, mean)
+    if kind is DiagonalCovariance:
+        close(estimator.variance, covariance.diagonal(dim1=1, dim2=2))
+    else:
+        close(estimator.covariance, covariance)
+
+
+@every
+def test_quadratic_uses_the_statistics(kind, device):
+    estimator = trained(kind, device)
+    x = draw(7, 13, 5, seed=9, dtype=torch.float32, device=device)
+    if kind is FullCovariance:
+        matrices = list(estimator.covariance)
+    elif kind is DiagonalCovariance:
+        matrices = reference.variance_matrices(estimator.variance)
+    elif kind is SharedCovariance:
+        matrices = [estimator.covariance] * 13
+    else:
+        matrices = reference.identity_matrices(x.weight)
+    expected = reference.quadratic(x.weight, x.target, matrices)
+    found = estimator.quadratic(x.weight, x.target)
+    # float32: a sum of 25 terms, each up to the largest value
+    torch.testing.assert_close(
+        found.double().cpu(), expected, rtol=0, atol=2e-6 * expected.max().item()
+    )
+
+
+@every
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_features_and_weights_of_half_precision(kind, half, device):
+    """Statistics and quadratic are float32: of rounded inputs, with no rounding of their own."""
+    low, single = kind(5, 13).to(device), kind(5, 13).to(device)
+    for features, target in stream(device):
+        low.update(features.to(half), target)
+        single.update(features.to(half).float(), target)
+    assert_bits(low, bits(single))
+    x = draw(7, 13, 5, dtype=half, device=device)
+    value = low.quadratic(x.weight, x.target)
+    assert value.dtype == torch.float32
+    assert torch.equal(value, single.quadratic(x.weight.float(), x.target))
+
+
+@with_state
+def test_empty_batch_and_batch_of_nothing_that_counts(kind, device):
+    estimator = trained(kind, device, decay=0.9)
+    before = bits(estimator)
+    estimator.update(torch.empty(0, 5, device=device), torch.empty(0, dtype=torch.int64).to(device))
+    estimator.update(
+        torch.full((3, 5), torch.nan).to(device), torch.tensor([-1, -2, -1]).to(device)
+    )
+    assert_bits(estimator, before)
+
+
+def test_identity_has_no_state(device):
+    assert not trained(IdentityCovariance, device).state_dict()
+
+
+@with_state
+def test_conversions_keep_dtype_and_bits(kind, device):
+    estimator = trained(kind, device)
+    before = bits(estimator)
+    for convert in (
+        lambda m: m.half(),
+        lambda m: m.double(),
+        lambda m: m.to(torch.bfloat16),
+        lambda m: m.float(),
+        lambda m: nn.Sequential(m).half()[0],
+        lambda m: m.cpu().to(device, torch.float64),
+        copy.deepcopy,
+    ):
+        estimator = convert(estimator)
+        assert_bits(estimator, before)
+
+
+@with_state
+def test_made_without_memory(kind, device):
+    estimator = kind(5, 13).to("meta")
+    assert all(buffer.is_meta for buffer in estimator.buffers())
+    estimator.to_empty(device=device)
+    estimator.load_state_dict(trained(kind, device).state_dict())
+    assert_bits(estimator, bits(trained(kind, device)))
+
+
+@with_state
+def test_checkpoint_in_the_middle(kind, device):
+    """Saved, loaded with weights_only and gone on with: the same bits as without the break."""
+    batches = stream(device)
+    estimator = kind(5, 13, decay=0.9).to(device)
+    for batch in batches[:2]:
+        estimator.update(*batch)
+    file = io.BytesIO()
+    torch.save(estimator.state_dict(), file)
+    file.seek(0)
+    resumed = kind(5, 13, decay=0.9).to(device)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert_bits(resumed, bits(estimator))
+    for batch in batches[2:]:
+        estimator.update(*batch)
+        resumed.update(*batch)
+    if device.type == "cpu":  # a GPU adds in any order
+        assert_bits(resumed, bits(estimator))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "message"),
+    [
+        (FullCovariance, (5, 12), "count must have shape (13,) for num_features=5 and "),
+        (FullCovariance, (4, 13), "mean must have shape (13, 5) for num_features=5 and "),
+        (DiagonalCovariance, (5, 12), "count must have shape (13,) for num_features=5 and "),
+        (DiagonalCovariance, (4, 13), "mean must have shape (13, 5) for num_features=5 and "),
+        (SharedCovariance, (4, 13), "mean must have shape (5,) for num_features=5 and "),
+    ],
+)
+def test_checkpoint_of_another_shape(kind, shape, message, device):
+    estimator = trained(kind, device)
+    before = bits(estimator)
+    with pytest.raises(ValueError, match=re.escape(message + "num_classes=13, got (")):
+        estimator.load_state_dict(kind(*shape).state_dict())
+    assert_bits(estimator, before)
+
+
+@pytest.mark.parametrize(
+    ("width", "classes", "decay", "message"),
+    [
+        (0, 3, 1.0, "num_features must be >= 1, got 0"),
+        (4, 1, 1.0, "num_classes must be >= 2, got 1"),
+        (4, 3, 0.0, "decay must be in (0, 1], got 0.0"),
+        (4, 3, 1.5, "decay must be in (0, 1], got 1.5"),
+        (4, 3, float("nan"), "decay must be in (0, 1], got nan"),
+    ],
+)
+@every
+def test_errors(kind, width, classes, decay, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        kind(width, classes, decay=decay)
+
+
+def test_the_base_asks_for_both_methods(device):
+    base = Covariance(5, 13)
+    for method in (base.update, base.quadratic):
+        with pytest.raises(TypeError, match="Covariance must define"):
+            method(torch.zeros(1, 5), torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_estimator_and_function_agree(diagonal, device):
+    estimator = trained(DiagonalCovariance if diagonal else FullCovariance, device, decay=0.9)
+    batches = stream(device)
+    empty = (batches[0][0][:0], batches[0][1][:0])
+    moments = functional.batch_moments(*empty, 13, diagonal=diagonal)
+    for features, target in batches:
+        moments = functional.update_moments(moments, features, target, decay=0.9)
+    for found, expected in zip(estimator.buffers(), moments, strict=True):
+        assert torch.equal(found, expected)
+
+
+@with_state
+def test_statistics_keep_no_graph(kind, device):
+    """Nothing is held of the features' graph, and they get no gradient through the statistics."""
+    x = draw(7, 13, 5, dtype=torch.float32, device=device)
+    features, weight = x.features.requires_grad_(), x.weight.requires_grad_()
+    estimator = kind(5, 13).to(device)
+    estimator.update(features, x.target)
+    assert not any(buffer.requires_grad for buffer in estimator.buffers())
+    estimator.quadratic(weight, x.target).sum().backward()
+    assert weight.grad is not None
+    assert features.grad is None

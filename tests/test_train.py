@@ -1,0 +1,460 @@
+"""The loop: killed at any moment it ends with the same numbers, and what goes wrong is said."""
+
+import errno
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import stat
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from isda.experiments import runs as runs_module
+from isda.experiments import train as train_module
+from isda.experiments.data import ImageArrays, load_data, normalize
+from isda.experiments.errors import InputError
+from isda.experiments.networks import create_network
+from isda.experiments.recipes import Recipe
+from isda.experiments.runs import Run, RunError, summary
+from isda.experiments.step import Lane
+from isda.experiments.train import Options, Plan, train
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
+
+RECIPE = Recipe(  # 238 images: batches of 64, 64, 64 and 46
+    data="digits", network="resnet8", augment=("crop", "flip", "cutout"), epochs=4, batch_size=64,
+    learning_rate=0.05, weight_decay=5e-4, lambda_0=1.0, ramp="step", drop_rate=0.2, ema=0.9,
+    hold_out=1200,
+)  # fmt: skip
+STEPS = 4  # in an epoch
+PLANS = [Plan("one", RECIPE, 0), Plan("one", RECIPE, 1)]
+TIMES = ("seconds", "images_per_second")
+
+
+@pytest.fixture(scope="module")
+def exact(device: torch.device) -> Options:
+    """The same bits every time, and one run after the other on a GPU, as on a CPU."""
+    return Options(device=device.type, deterministic=True, side_by_side=1)
+
+
+@pytest.fixture
+def options(exact: Options, tmp_path: Path) -> Options:
+    return replace(exact, out=tmp_path / "runs", checkpoint_seconds=0)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(exact: Options, tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    return train(PLANS, replace(exact, out=tmp_path_factory.mktemp("uninterrupted")))
+
+
+def records(run: Run, *, without: tuple[str, ...] = TIMES) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k not in without} for line in run.metrics()]
+
+
+def checkpoint(run: Run) -> dict[str, Any]:
+    return torch.load(run.folder / "checkpoint.pt", weights_only=True, map_location="cpu")
+
+
+def assert_same_bits(one: object, other: object) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        one, other = list(one.values()), list(other.values())
+    if isinstance(one, list):
+        for a, b in zip(one, other, strict=True):
+            assert_same_bits(a, b)
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    else:
+        assert one == other
+
+
+def assert_same_runs(
+    found: list[Run], expected: list[Run], *, without: tuple[str, ...] = TIMES
+) -> None:
+    for run, other in zip(found, expected, strict=True):
+        assert records(run, without=without) == records(other, without=without)
+        assert_same_bits(checkpoint(run), checkpoint(other))
+
+
+class Crash(BaseException):
+    """Nothing may catch it."""
+
+
+def train_until(plans: list[Plan], options: Options, epochs: int) -> None:
+    """Train and break off at the beginning of an epoch."""
+    begin = Lane.begin_epoch
+
+    def begin_epoch(lane: Lane) -> None:
+        if lane.epoch == epochs:
+            raise Crash
+        begin(lane)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "begin_epoch", begin_epoch)
+        with pytest.raises(Crash):
+            train(plans, options)
+
+
+# Killed at any moment
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_step(number: int) -> None:
+    """In the middle of an epoch, when the next step is due."""
+    calls, batch_sizes = itertools.count(), Lane.batch_sizes
+
+    def counted(lane: Lane) -> Iterator[int]:
+        for size in batch_sizes(lane):
+            if next(calls) == number:
+                die()
+            yield size
+
+    Lane.batch_sizes = counted
+
+
+def die_before_saving(number: int) -> None:
+    """The line of an epoch is written, its checkpoint is not."""
+    calls, save = itertools.count(), Run.save
+
+    def counted(run: Run, state: dict[str, Any]) -> None:
+        if next(calls) == number:
+            die()
+        save(run, state)
+
+    Run.save = counted
+
+
+def die_in_a_line(number: int) -> None:
+    calls, append = itertools.count(), Run.append
+
+    def counted(run: Run, metrics: dict[str, Any]) -> None:
+        if next(calls) == number:
+            with open(run.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics)[:40])
+                file.flush()
+                die()
+        append(run, metrics)
+
+    Run.append = counted
+
+
+def die_in_a_checkpoint(number: int) -> None:
+    """Half of the file is written."""
+    calls, save = itertools.count(), torch.save
+
+    def counted(state: dict[str, Any], file: Any) -> None:
+        if next(calls) == number:
+            file.write(b"PK\x03\x04" + bytes(1000))
+            file.flush()
+            die()
+        save(state, file)
+
+    torch.save = counted
+
+
+def die_between_renames(number: int) -> None:
+    """The old checkpoint is out of the way, the new one is not yet in its place."""
+    calls, replace = itertools.count(), os.replace
+
+    def counted(source: Path, to: Path) -> None:
+        replace(source, to)
+        if Path(to).name == "checkpoint.previous.pt" and next(calls) == number:
+            die()
+
+    os.replace = counted
+
+
+def live_on(number: int) -> None:
+    """Until killed from outside."""
+
+
+def train_and_die(prepare: Callable[[int], None], number: int, options: Options) -> None:
+    torch.set_num_threads(1)
+    prepare(number)
+    train(PLANS, options)
+
+
+def start(target: Callable[..., None], *arguments: object) -> Any:
+    # a process that has used a GPU cannot be forked; a fork needs no second to import torch
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    process = multiprocessing.get_context(method).Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        (die_in_step, 0),
+        (die_in_step, STEPS + 2),
+        (die_in_step, 4 * STEPS + 1),  # in the first epoch of the second seed
+        (die_before_saving, 0),
+        (die_before_saving, 5),
+        (die_in_a_line, 2),
+        (die_in_a_checkpoint, 1),
+        (die_between_renames, 0),
+    ],
+)
+def test_killed_and_resumed(
+    moment: Callable[[int], None], number: int, options: Options, uninterrupted: list[Run]
+) -> None:
+    process = start(train_and_die, moment, number, options)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    resumed = train(PLANS, replace(options, resume=True))
+    assert_same_runs(resumed, uninterrupted)
+
+
+def test_killed_again_and_again_from_outside(options: Options, uninterrupted: list[Run]) -> None:
+    """Whenever it happens to be: as soon as a line more is there, and a little later each time."""
+    resuming = replace(options, resume=True)
+
+    def lines() -> int:
+        return sum(len(file.read_bytes()) for file in options.out.rglob("metrics.jsonl"))
+
+    for number in range(4):
+        before = lines()
+        process = start(train_and_die, live_on, 0, resuming)
+        deadline = time.monotonic() + 60
+        while lines() <= before and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(0.013 * number)
+        process.kill()
+        process.join(60)
+        assert process.exitcode in (-signal.SIGKILL, 0)
+    assert_same_runs(train(PLANS, resuming), uninterrupted)
+
+
+def test_runs_that_lag_behind_catch_up(
+    options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill between the checkpoints of runs that train side by side."""
+    monkeypatch.setattr(train_module, "_side_by_side", lambda *_: 3)
+    train_until(PLANS[:1], options, 3)
+    train_until(PLANS[1:], options, 1)
+    resumed = train(PLANS, replace(options, resume=True))
+    assert_same_runs(resumed, uninterrupted, without=(*TIMES, "side_by_side"))
+    together = [[line["side_by_side"] for line in run.metrics()] for run in resumed]
+    assert together == [[1, 1, 1, 2], [1, 1, 1, 2]]
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    options: Options, uninterrupted: list[Run]
+) -> None:
+    train_until(PLANS[:1], options, 3)
+    path = options.out / "one" / "0" / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="checkpoint.pt is damaged.*checkpoint.previous.pt"):
+        resumed = train(PLANS[:1], replace(options, resume=True))
+    assert_same_runs(resumed, uninterrupted[:1])
+
+
+def test_resume_of_a_finished_run_changes_nothing(
+    options: Options, uninterrupted: list[Run]
+) -> None:
+    shutil.copytree(uninterrupted[0].folder.parent, options.out / "one")
+    files = sorted(path for path in options.out.rglob("*") if path.is_file())
+    before = [path.read_bytes() for path in files]
+    runs = train(PLANS, replace(options, resume=True))
+    assert [path.read_bytes() for path in files] == before
+    assert sorted(path for path in options.out.rglob("*") if path.is_file()) == files
+    assert all(summary(run).finished for run in runs)
+
+
+def test_the_epochs_of_a_run(uninterrupted: list[Run]) -> None:
+    """The metrics say what was in force."""
+    for run in uninterrupted:
+        lines = run.metrics()
+        assert [line["epoch"] for line in lines] == [0, 1, 2, 3]
+        rates = [0.5 * 0.05 * (1 + math.cos(math.pi * epoch / 4)) for epoch in range(4)]
+        assert [line["learning_rate"] for line in lines] == pytest.approx(rates)
+        assert [line["strength"] for line in lines] == pytest.approx([0, 0.25, 0.5, 0.75])
+        for line in lines:
+            assert line["images_per_second"] == pytest.approx(238 / line["seconds"])
+            assert 0 < line["seconds"] < 60
+    one, other = (records(run) for run in uninterrupted)
+    assert one != other
+    assert (uninterrupted[0].seed, uninterrupted[1].seed) == (0, 1)
+
+
+def test_runs_come_back_in_the_order_of_the_plans(options: Options) -> None:
+    brief = replace(RECIPE, epochs=1)
+    plans = [
+        Plan("a", brief, 1),
+        Plan("b", replace(brief, hold_out=1300), 0),  # other data in between
+        Plan("a", brief, 0),
+    ]
+    runs = train(plans, options)
+    assert [(run.name, run.seed) for run in runs] == [("a", 1), ("b", 0), ("a", 0)]
+    # beside others or alone, a run is the same
+    (alone,) = train(plans[2:], replace(options, out=options.out / "alone"))
+    assert_same_runs([runs[2]], [alone], without=(*TIMES, "side_by_side"))
+
+
+def test_hold_out_trains_on_the_rest_and_evaluates_what_is_held_out(options: Options) -> None:
+    recipe = replace(RECIPE, epochs=2, hold_out=1100, augment=(), ema=0.0, drop_rate=0.0)
+    (run,) = train([Plan("held", recipe, 0)], options)
+    state = checkpoint(run)
+    digits = load_data("digits")
+    assert isinstance(digits, ImageArrays)
+    network = create_network("resnet8", num_classes=10, in_channels=1)
+    network.load_state_dict(state["network"])
+    network.eval()
+
+    def error_and_loss(images: Tensor, target: Tensor) -> tuple[float, float]:
+        with torch.no_grad():
+            logits = network(normalize(images, digits.mean, digits.std))
+        wrong = (logits.argmax(1) != target).double().mean().item()
+        return 100 * wrong, F.cross_entropy(logits, target).item()
+
+    held = digits.hold_out(1100)
+    everything = {image.numpy().tobytes() for image in digits.train_images}
+    assert all(image.numpy().tobytes() in everything for image in held.test_images)
+    line = run.metrics()[-1]
+    error, loss = error_and_loss(held.test_images, held.test_target)
+    # the same sums in batches of another size
+    assert line["test_loss"] == pytest.approx(loss, rel=1e-3)
+    assert line["test_error"] == pytest.approx(error, abs=100 / 1100 * 1.01)
+    assert line["test_loss"] != pytest.approx(
+        error_and_loss(digits.test_images, digits.test_target)[1], rel=1e-3
+    )
+    count = held.train_target.bincount(minlength=10)
+    assert torch.equal(state["criterion"]["estimator.count"], 2 * count)
+
+
+# What goes wrong
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(options: Options) -> None:
+    """The strength of the first epoch is 0; later it is absurd."""
+    recipe = replace(RECIPE, lambda_0=1e38, ramp="epoch")
+    with pytest.raises(RunError) as caught:
+        train([Plan("wild", recipe, 0)], options)
+    message = str(caught.value)
+    assert message.startswith(f"{options.out / 'wild' / '0'}, epoch 2: ")
+    assert "lambda_0 1e+38" in message
+    assert message.endswith("the last checkpoint is as it was")
+    assert "\n" not in message
+    run = Run(options.out / "wild" / "0")
+    assert [line["epoch"] for line in run.metrics()] == [0]
+    state = run.load()
+    assert state is not None
+    assert state["epoch"] == 1
+    assert all(value.isfinite().all() for value in state["network"].values())
+
+
+@pytest.mark.parametrize("method", ["ce", "isda"])
+def test_a_learning_rate_that_is_too_large_is_named(method: str, options: Options) -> None:
+    recipe = replace(RECIPE, learning_rate=1e12)
+    recipe = recipe if method == "isda" else recipe.baseline()
+    with pytest.raises(RunError, match=r"epoch 1: .*learning rate 1e\+12"):
+        train([Plan("wild", recipe, 0)], options)
+    run = Run(options.out / "wild" / "0")
+    assert run.load() is None
+    assert run.metrics() == []
+
+
+@pytest.mark.parametrize("writes", [4, 5])
+def test_a_full_disk(
+    writes: int, options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Configuration, then line and checkpoint of each epoch: the next one does not fit."""
+    calls = itertools.count()
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode) and next(calls) == writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs_module.os, "fsync", fsync)
+        with pytest.raises(RunError, match="No space left on device; what was saved before is"):
+            train(PLANS[:1], options)
+    resumed = train(PLANS[:1], replace(options, resume=True))
+    assert_same_runs(resumed, uninterrupted[:1])
+
+
+def test_a_run_that_is_there_is_not_overwritten(options: Options, uninterrupted: list[Run]) -> None:
+    shutil.copytree(uninterrupted[0].folder.parent, options.out / "one")
+    with pytest.raises(InputError, match="already holds a run: use --resume"):
+        train(PLANS, options)
+    other = Plan("one", replace(RECIPE, lambda_0=0.25), 0)
+    with pytest.raises(InputError, match=r"begun with another recipe \(lambda_0 1.0 → 0.25\)"):
+        train([other], replace(options, resume=True))
+    assert_same_runs([Run(options.out / "one" / "0")], uninterrupted[:1], without=())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "message"),
+    [
+        ({"data": "digitz"}, {}, "unknown data set 'digitz'; did you mean digits"),
+        ({"data": "cifar10"}, {"data_root": Path("nowhere")}, "cifar10 is neither nowhere"),
+        ({"network": "resnet33"}, {}, "unknown network 'resnet33'; did you mean resnet32"),
+        ({"hold_out": 1438}, {}, "must be between 1 and 1437, got 1438"),
+        ({"network": "resnet50", "drop_rate": 0.0}, {}, "in_channels of resnet50 must be 3"),
+        ({}, {"side_by_side": -1}, "side_by_side must be >= 0, got -1"),
+        ({}, {"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        ({}, {"device": "meta"}, "device must be auto, cpu, cuda or cuda:N, got 'meta'"),
+        ({}, {"device": "cuda:99"}, "no GPU 99 here: "),
+    ],
+)
+def test_a_mistake_leaves_nothing_behind(
+    recipe: dict[str, Any], changes: dict[str, Any], message: str, options: Options
+) -> None:
+    """So that the corrected command needs no --resume."""
+    with pytest.raises(InputError, match=message):
+        train([Plan("one", replace(RECIPE, **recipe), 0)], replace(options, **changes))
+    assert not options.out.exists()
+
+
+def test_auto_is_a_gpu_if_there_is_one(options: Options) -> None:
+    recipe = replace(RECIPE, epochs=1)
+    (run,) = train([Plan("one", recipe, 0)], replace(options, device="auto"))
+    assert (run.environments[0]["cuda"] is not None) == torch.cuda.is_available()
+
+
+def test_tensorboard(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = replace(options, tensorboard=True)
+    plans = [Plan("one", replace(RECIPE, epochs=2), 0)]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(InputError, match="--tensorboard needs the package tensorboard"):
+        train(plans, options)
+    assert not options.out.exists()
+
+    written: list[tuple[object, ...]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            written.append((folder,))
+
+        def add_scalar(self, *scalar: object) -> None:
+            written.append(scalar)
+
+        def close(self) -> None:
+            written.append(("closed",))
+
+    module = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    (run,) = train(plans, options)
+    assert written[0] == (str(run.folder),)
+    assert written[-1] == ("closed",)
+    expected = [(k, v, line["epoch"]) for line in run.metrics() for k, v in line.items()]
+    assert written[1:-1] == expected

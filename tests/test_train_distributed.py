@@ -1,0 +1,197 @@
+"""Two processes that train a run together end where one process does.
+
+Each has half of every batch, of 240 and 241 images; the last batch of the 1438 digits is smaller.
+The processes run on CPUs, through gloo.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from isda.experiments.recipes import RECIPES, Recipe
+from isda.experiments.runs import Run, load_runs
+from isda.experiments.step import Lane
+from isda.experiments.train import Options, Plan, train
+
+pytestmark = pytest.mark.ddp
+
+WORLD = 2
+RECIPE = Recipe(
+    data="digits", network="resnet8", epochs=3, batch_size=481, learning_rate=0.02,
+    weight_decay=5e-4, lambda_0=2.0,
+)  # fmt: skip
+# Two processes sum gradients and the moments of batch norm in another order: a last bit of float32,
+# 1e-7 of a value, in each step, which nine steps make 1e-6 of the loss. Without the other's images
+# in batch norm, gradient or statistics it is 1e-3 and more.
+CLOSE = 2e-5
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Options:
+    return Options(out=tmp_path / "runs", device="cpu", checkpoint_seconds=0)
+
+
+def train_as_rank(rank: int, port: int, plans: list[Plan], options: Options) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    runs = train(plans, options)
+    assert len(runs) == (len(plans) if rank == 0 else 0)  # rank 0 writes
+
+
+def train_on_two(plans: list[Plan], options: Options) -> list[Run]:
+    """What torchrun does, without a second to import torch for each process."""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    ranks = [
+        context.Process(target=train_as_rank, args=(rank, port, plans, options))
+        for rank in range(WORLD)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+    assert [process.exitcode for process in ranks] == [0] * WORLD
+    return [Run(options.out / plan.name / str(plan.seed)) for plan in plans]
+
+
+def checkpoint(run: Run) -> dict[str, Any]:
+    state = run.load()
+    assert state is not None
+    return state
+
+
+def assert_close_runs(one: Run, other: Run, *, close: float = CLOSE) -> None:
+    assert len(one.metrics()) == len(other.metrics()) == one.recipe.epochs
+    number = 359  # test images
+    for line, expected in zip(one.metrics(), other.metrics(), strict=True):
+        for key in ("epoch", "learning_rate", "strength"):
+            assert line[key] == expected[key]
+        assert line["train_loss"] == pytest.approx(expected["train_loss"], rel=close)
+        assert line["test_loss"] == pytest.approx(expected["test_loss"], rel=10 * close)
+        # an image or two on the border between classes or bins
+        assert line["test_error"] == pytest.approx(expected["test_error"], abs=250 / number)
+        assert line["test_ece"] == pytest.approx(expected["test_ece"], abs=10 * close + 2 / number)
+    states = [checkpoint(run)["network"] for run in (one, other)]
+    for key, value in states[1].items():
+        # small weights have large relative errors
+        torch.testing.assert_close(states[0][key], value, rtol=0, atol=10 * close, msg=key)
+
+
+@pytest.mark.parametrize("method", ["ce", "isda"])
+def test_two_processes_equal_one(method: str, options: Options) -> None:
+    recipe = RECIPE if method == "isda" else RECIPE.baseline()
+    plans = [Plan("two", recipe, 0)]
+    (two,) = train_on_two(plans, options)
+    (one,) = train([replace(plans[0], name="one")], options)
+    assert_close_runs(two, one)
+    assert two.metrics()[-1]["train_loss"] < two.metrics()[0]["train_loss"]
+    if method == "isda":
+        counts = [checkpoint(run)["criterion"]["estimator.count"] for run in (one, two)]
+        assert torch.equal(*counts)  # every image once per epoch, on whichever process
+        assert int(counts[0].sum()) == 3 * 1438
+
+
+@pytest.mark.parametrize("method", ["ce", "isda"])
+def test_a_process_without_images(method: str, options: Options) -> None:
+    """In batches of 479 the last one has one image; steep, since batch norm sees little of it."""
+    recipe = replace(RECIPE, batch_size=479, learning_rate=0.005, epochs=2)
+    plans = [Plan("two", recipe if method == "isda" else recipe.baseline(), 0)]
+    (two,) = train_on_two(plans, options)
+    (one,) = train([replace(plans[0], name="one")], options)
+    assert_close_runs(two, one)
+
+
+def test_draws_are_those_of_one_process(options: Options) -> None:
+    """Crop, flip and dropout of an image do not depend on the process it is on."""
+    recipe = replace(
+        RECIPE, augment=("crop", "flip"), drop_rate=0.2, ema=0.5, ramp="step", epochs=2
+    )
+    plans = [Plan("two", recipe, 3)]
+    (two,) = train_on_two(plans, options)
+    (one,) = train([replace(plans[0], name="one")], options)
+    assert_close_runs(two, one)
+
+
+@pytest.mark.parametrize(
+    ("network", "precision", "close"),
+    [
+        ("resnet8", "bf16", 0.02),  # bfloat16 has 8 bits: a last bit is 4e-3
+        ("timm:test_efficientnet", "fp32", CLOSE),  # batch norm that goes on with an activation
+    ],
+)
+def test_batch_norm_of_other_kinds(
+    network: str, precision: str, close: float, options: Options
+) -> None:
+    recipe = replace(RECIPE, network=network, precision=precision, epochs=1, learning_rate=1e-3)
+    plans = [Plan("two", recipe, 0)]
+    (two,) = train_on_two(plans, options)
+    (one,) = train([replace(plans[0], name="one")], options)
+    assert_close_runs(two, one, close=close)
+
+
+def test_resume_on_two_processes(options: Options) -> None:
+    """Stopped after an epoch, two processes go on to the very same numbers."""
+    plans = [Plan("resumed", RECIPE, 0)]
+    stop = pytest.MonkeyPatch()
+    begin = Lane.begin_epoch
+
+    def begin_epoch(lane: Lane) -> None:
+        if lane.epoch == 1:
+            sys.exit(0)
+        begin(lane)
+
+    if torch.cuda.is_available():
+        pytest.skip("a spawned process would not see the interruption")
+    stop.setattr(Lane, "begin_epoch", begin_epoch)
+    (begun,) = train_on_two(plans, options)
+    stop.undo()
+    assert len(begun.metrics()) == 1
+    (resumed,) = train_on_two(plans, replace(options, resume=True))
+    (whole,) = train_on_two([replace(plans[0], name="whole")], options)
+    for line, expected in zip(resumed.metrics(), whole.metrics(), strict=True):
+        for key in ("train_loss", "test_error", "test_loss", "test_ece"):
+            assert line[key] == expected[key]
+    for key, value in checkpoint(whole)["network"].items():
+        assert torch.equal(checkpoint(resumed)["network"][key], value), key
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    """The command line under torchrun, both methods: one table, and the runs of one process."""
+    flags = ["--epochs", "2", "--batch-size", "481", "--learning-rate", "0.02"]
+    flags += ["--seeds", "0", "--device", "cpu"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
+    command += ["--standalone", "-m", "isda.experiments.cli", "compare", *flags]
+    result = subprocess.run(
+        [*command, "--out", str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("test error, %") == 1
+    recipe = replace(RECIPES["digits-resnet8-isda"], epochs=2, batch_size=481, learning_rate=0.02)
+    two = load_runs(tmp_path / "two")
+    plans = [Plan(recipe.method, recipe, 0) for recipe in (recipe.baseline(), recipe)]
+    one = train(plans, Options(out=tmp_path / "one", device="cpu"))
+    assert [run.recipe.method for run in two] == ["ce", "isda"]
+    for run, other in zip(two, one, strict=True):
+        assert run.recipe == other.recipe
+        assert_close_runs(run, other)
