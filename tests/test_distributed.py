@@ -4,6 +4,7 @@ Every world is started once; its ranks run all the scenarios and leave their res
 tests compare these with one process that sees the whole batch.
 """
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,11 @@ def compiled(rank: int, world: int) -> dict[str, Any]:
 def work(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),  # ranks that wait for each other in vain fail the tests
     )
     results: dict[Any, Any] = {}
     for split, sizes in SPLITS.items():

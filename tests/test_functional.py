@@ -59,7 +59,7 @@ def matrices(structure: str, covariance: Tensor) -> list[Tensor]:
     if structure == "shared":
         return [covariance[0]] * len(covariance)
     if structure == "identity":
-        return reference.identity_matrices(covariance[0, :, :1].new_empty(covariance.shape[:2]))
+        return reference.identity_matrices(covariance[:, 0])
     return list(covariance)
 
 
@@ -634,6 +634,8 @@ def test_no_large_intermediate(structure, soft, shape, device):
 
 def test_backward_keeps_one_product(device):
     """Of size (P, C, A) there is the saved product alone: no zeros for its missing gradient."""
+    if device.type != "cpu":
+        pytest.skip("a GPU looks at the whole product from several sides, without copies")
     x = draw(37, 19, 11, dtype=torch.float32, device=device)
     (weight,) = leaf(x.weight)
     value = functional.full_quadratic(weight, x.target, x.covariance)

@@ -10,7 +10,7 @@ import reference
 import torch
 from torch import Tensor
 
-from isda import FullCovariance, ISDALoss, functional, kernels
+from isda import FullCovariance, ISDALoss, functional, kernels, per_class
 from isda.functional import Moments
 from isda.per_class import sample_share
 
@@ -82,6 +82,22 @@ def test_interpreted_on_a_cpu():
 
 def test_not_used_on_a_cpu():
     assert not kernels.usable(torch.zeros(1))
+
+
+@pytest.mark.parametrize("shape", [(7, 13, 5), (23, 5, 6), (13, 13, 4), (1, 3, 4)], ids=str)
+def test_quadratic_for_gpus_on_a_cpu(shape):
+    """The form without loops over classes is plain torch: its values and gradient hold anywhere."""
+    x = reference.draw(*shape)
+    forward = per_class.full_quadratic_op._backend_fns["cuda"]
+    backward = per_class._full_quadratic_backward_op._backend_fns["cuda"]
+    value, *saved = forward(x.weight, x.target, x.covariance)
+    weight = x.weight.clone().requires_grad_()
+    expected = reference.quadratic(weight, x.target, list(x.covariance))
+    torch.testing.assert_close(value, expected.detach())
+    assert not value.gather(1, x.target[:, None]).any()  # exactly 0 at the target
+    upstream = torch.randn(value.shape, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(expected, weight, upstream)
+    torch.testing.assert_close(backward(upstream, *saved), gradient)
 
 
 @gpu

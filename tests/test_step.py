@@ -5,6 +5,7 @@ Tests marked gpu compare steps captured in CUDA graphs with steps that are not.
 
 import copy
 import io
+import itertools
 import math
 import os
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from isda.experiments import step as step_module
 from isda.experiments.data import ImageArrays, load_data
 from isda.experiments.folder import FolderImages
 from isda.experiments.networks import create_network
+from isda.experiments.networks.stochastic import Dropout
 from isda.experiments.recipes import RECIPES, Recipe, differing_fields
 from isda.experiments.step import Company, Lane
 
@@ -401,20 +403,34 @@ def same(one: object, other: object) -> bool:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_dropout_is_drawn_by_seed_and_step(data: ImageArrays, device: torch.device) -> None:
-    recipe = replace(RECIPE, network="resnet8", drop_rate=0.5, learning_rate=1e-30, epochs=2)
+def test_dropout_is_drawn_by_seed_step_and_layer(data: ImageArrays, device: torch.device) -> None:
+    recipe = replace(RECIPE, batch_size=NUMBER, drop_rate=0.5)
     runs = []
     for seed in (0, 0, 1):
         lane = Lane(recipe, seed, data, device)
-        if seed:
-            lane.network.load_state_dict(runs[0][0].network.state_dict())
+        masks: list[Tensor] = []
+
+        def record(layer: Dropout, inputs: tuple[Tensor], _: Tensor, masks: list = masks) -> None:
+            if layer.training:
+                masks.append(layer.forward(torch.ones_like(inputs[0][:, :16, :2, :2])))
+
+        for module in lane.network.modules():
+            if isinstance(module, Dropout):
+                module.register_forward_hook(record)
         torch.manual_seed(len(runs))  # torch's own generator plays no part
-        runs.append((lane, [row[0][0] for row in train([lane], 2)]))
-    (first, losses), (again, same_losses), (_, others) = runs
-    assert losses == same_losses
+        train([lane], 2)
+        runs.append((lane, torch.stack(masks).flatten(1)))
+    (first, masks), (again, repeated), (_, others) = runs
     assert_same_bits(values(first), values(again))
-    assert losses[0] != losses[1]  # with weights that hardly move: other dropout, other order
-    assert losses != others
+    assert torch.equal(masks, repeated)
+    number = masks.shape[1]
+    assert masks.shape[0] == 6  # three layers, two steps
+    assert masks.unique().tolist() == [0, 2]
+    # fair coins: six standard deviations of their mean, and of how often two series agree
+    bound = 6 * 0.5 / math.sqrt(number)
+    assert ((masks == 0).double().mean(1) - 0.5).abs().max() < bound
+    for one, other in itertools.combinations([*masks, *others], 2):
+        assert abs((one == other).double().mean() - 0.5) < bound
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -451,7 +467,7 @@ LIGHT = ("resnet8", "resnet32", "resnet110", "densenet_bc100_12", "shake_shake26
 
 def test_cifar_recipes_differ_in_their_data_alone() -> None:
     names = [name for name in RECIPES if name.startswith("cifar10-")]
-    assert len(names) == 32
+    assert len(names) >= 32
     for name in names:
         other = RECIPES["cifar100-" + name.removeprefix("cifar10-")]
         assert differing_fields(RECIPES[name], other).keys() == {"data"}

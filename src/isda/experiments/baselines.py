@@ -5,18 +5,17 @@ a model of one's own: ``isda.attach(model, FocalLoss())``. Dropout, the remainin
 is a ``drop_rate`` of the network.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from isda import ISDALoss, distributed, functional
 from isda.experiments import draws
+from isda.experiments.criterion import Batch, Criterion, require
 from isda.experiments.errors import unknown
-from isda.experiments.large_margin import annealed_beta, large_margin_logits
+from isda.experiments.large_margin import LargeMarginLoss
 from isda.experiments.recipes import Recipe
 
 __all__ = [
@@ -116,85 +115,24 @@ def center_gradient(features: Tensor, centers: Tensor, target: Tensor) -> Tensor
     return torch.zeros_like(centers, dtype=apart.dtype).index_add(0, target, apart)
 
 
-class _Batch(NamedTuple):
-    """What a criterion gets in training; logits are float32 or float64."""
-
-    features: Tensor  # (N, A)
-    weight: Tensor  # (C, A)
-    target: Tensor  # (N,)
-    logits: Tensor  # (N, C)
-    progress: float | Tensor | None
-    world: int  # number of ranks
-    number: int | Tensor  # samples of all ranks, at least 1
-    start: int | Tensor  # samples of the ranks before this one
-
-    def mean(self, losses: Tensor) -> Tensor:
-        """Mean over the samples of all ranks, whose gradients will be averaged."""
-        return losses.sum() * self.world / self.number
-
-
-class _Criterion(nn.Module):
-    """Cross entropy in eval mode; in training what a subclass makes of the batch.
-
-    With an initialised process group, means are over the samples of all ranks, as in
-    :class:`isda.ISDALoss`; keep the criterion outside the DDP module.
-    """
-
-    def forward(
-        self,
-        features: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        *,
-        bias: Tensor | None = None,
-        logits: Tensor | None = None,
-        progress: float | Tensor | None = None,
-    ) -> Tensor:
-        """Loss of a batch.
-
-        Args:
-            features: input of the final linear layer.
-            weight: of the final linear layer.
-            target: class indices in ``[0, C)``.
-            bias: of the final linear layer.
-            logits: of the final linear layer, if they have been computed before.
-            progress: t/T in [0, 1], a number or a device tensor; for :class:`LargeMarginLoss`.
-
-        Shape:
-            features (N, A), weight (C, A), target (N,), logits (N, C); output ().
-        """
-        _check_arguments(features, weight, target, logits, progress)
-        if logits is None:
-            logits = F.linear(features, weight, bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        with torch.autocast(logits.device.type, enabled=False):
-            if not self.training:
-                return functional.cross_entropy(logits, target)
-            place = _place(len(target), logits.device)
-            return self._loss(_Batch(features, weight, target, logits, progress, *place))
-
-    def _loss(self, batch: _Batch) -> Tensor:
-        raise NotImplementedError
-
-
-class CrossEntropyLoss(_Criterion):
+class CrossEntropyLoss(Criterion):
     """Cross entropy; in training its mean is over the samples of all ranks, as in ISDALoss."""
 
-    def _loss(self, batch: _Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         losses = functional.cross_entropy(batch.logits, batch.target, reduction="none")
         return batch.mean(losses)
 
 
-class FocalLoss(_Criterion):
+class FocalLoss(Criterion):
     """Mean of :func:`focal_loss`; α = 0.5 and γ = 1 are the paper's choice (Appendix B)."""
 
     def __init__(self, *, alpha: float = 0.5, gamma: float = 1.0) -> None:
         super().__init__()
-        _require(0 < alpha < float("inf"), "alpha", alpha, "> 0 and finite")
-        _require(0 <= gamma < float("inf"), "gamma", gamma, ">= 0 and finite")
+        require(0 < alpha < math.inf, "alpha", alpha, "> 0 and finite")
+        require(0 <= gamma < math.inf, "gamma", gamma, ">= 0 and finite")
         self.alpha, self.gamma = alpha, gamma
 
-    def _loss(self, batch: _Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         losses = focal_loss(batch.logits, batch.target, alpha=self.alpha, gamma=self.gamma)
         return batch.mean(losses)
 
@@ -202,22 +140,22 @@ class FocalLoss(_Criterion):
         return f"alpha={self.alpha}, gamma={self.gamma}"
 
 
-class LqLoss(_Criterion):
+class LqLoss(Criterion):
     """Mean of :func:`lq_loss`; q = 0.4 is the paper's choice (Appendix B)."""
 
     def __init__(self, *, q: float = 0.4) -> None:
         super().__init__()
-        _require(0 < q <= 1, "q", q, "in (0, 1]")
+        require(0 < q <= 1, "q", q, "in (0, 1]")
         self.q = q
 
-    def _loss(self, batch: _Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         return batch.mean(lq_loss(batch.logits, batch.target, q=self.q))
 
     def extra_repr(self) -> str:
         return f"q={self.q}"
 
 
-class DisturbLabelLoss(_Criterion):
+class DisturbLabelLoss(Criterion):
     """Cross entropy with the labels of :func:`disturb_label`, disturbed anew in every step.
 
     The draws depend on the seed, the step and the place of a sample in the batch of all ranks: they
@@ -236,13 +174,15 @@ class DisturbLabelLoss(_Criterion):
 
     def __init__(self, num_classes: int, *, noise_rate: float = 0.05, seed: int = 0) -> None:
         super().__init__()
-        _require(num_classes >= 1, "num_classes", num_classes, ">= 1")
-        _require(0 <= noise_rate <= 1, "noise_rate", noise_rate, "in [0, 1]")
+        require(num_classes >= 1, "num_classes", num_classes, ">= 1")
+        require(0 <= noise_rate <= 1, "noise_rate", noise_rate, "in [0, 1]")
         self.num_classes, self.noise_rate, self.seed = num_classes, noise_rate, seed
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.register_buffer("key", draws.key(seed, _NOISE), persistent=False)
 
-    def _loss(self, batch: _Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
+        shape = tuple(batch.logits.shape)
+        require(shape[1] == self.num_classes, "logits", shape, f"of shape (N, {self.num_classes})")
         target = disturb_label(
             batch.target,
             _step_key_op(self.key, self.step),
@@ -257,7 +197,7 @@ class DisturbLabelLoss(_Criterion):
         return f"num_classes={self.num_classes}, noise_rate={self.noise_rate}, seed={self.seed}"
 
 
-class CenterLoss(_Criterion):
+class CenterLoss(Criterion):
     r"""Cross entropy plus center_weight · mean ½ |a − c_y|² (Wen et al., 2016).
 
     The centers c are parameters with a learning rate of their own: give them to an optimiser as a
@@ -283,15 +223,16 @@ class CenterLoss(_Criterion):
         learning_rate: float = 0.5,
     ) -> None:
         super().__init__()
-        _require(num_features >= 1, "num_features", num_features, ">= 1")
-        _require(num_classes >= 1, "num_classes", num_classes, ">= 1")
-        finite = float("inf")
-        _require(0 <= center_weight < finite, "center_weight", center_weight, ">= 0 and finite")
-        _require(0 < learning_rate < finite, "learning_rate", learning_rate, "> 0 and finite")
+        require(num_features >= 1, "num_features", num_features, ">= 1")
+        require(num_classes >= 1, "num_classes", num_classes, ">= 1")
+        require(0 <= center_weight < math.inf, "center_weight", center_weight, ">= 0 and finite")
+        require(0 < learning_rate < math.inf, "learning_rate", learning_rate, "> 0 and finite")
         self.center_weight, self.learning_rate = center_weight, learning_rate
         self.centers = nn.Parameter(torch.zeros(num_classes, num_features))
 
-    def _loss(self, batch: _Batch) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
+        shape, expected = tuple(batch.weight.shape), tuple(self.centers.shape)
+        require(shape == expected, "weight", shape, f"of shape {expected}")
         features, centers = batch.features.to(batch.logits.dtype), self.centers.detach()
         losses = functional.cross_entropy(batch.logits, batch.target, reduction="none")
         losses = losses + self.center_weight * center_loss(features, centers, batch.target)
@@ -302,50 +243,6 @@ class CenterLoss(_Criterion):
 
     def extra_repr(self) -> str:
         return f"center_weight={self.center_weight}, learning_rate={self.learning_rate}"
-
-
-class LargeMarginLoss(_Criterion):
-    """Cross entropy of :func:`large_margin_logits`, annealed (Liu et al., 2016).
-
-    β falls with ``progress`` as in :func:`annealed_beta`, so every call in training needs it, unless
-    ``beta_start <= beta_min``, when β is ``beta_min`` throughout. The paper gives neither margin nor
-    annealing; both are those of the original's published CIFAR-10 training with augmentation.
-
-    Args:
-        margin: m; 1 is cross entropy.
-        beta_start: β at the start.
-        beta_min: smallest β.
-    """
-
-    def __init__(
-        self, *, margin: int = 2, beta_start: float = 1000.0, beta_min: float = 0.0
-    ) -> None:
-        super().__init__()
-        _require(isinstance(margin, int) and margin >= 1, "margin", margin, "an integer >= 1")
-        _require(0 <= beta_start < float("inf"), "beta_start", beta_start, ">= 0 and finite")
-        _require(0 <= beta_min < float("inf"), "beta_min", beta_min, ">= 0 and finite")
-        self.margin, self.beta_start, self.beta_min = margin, beta_start, beta_min
-
-    def _loss(self, batch: _Batch) -> Tensor:
-        logits = large_margin_logits(
-            batch.features.to(batch.logits.dtype),
-            batch.weight.to(batch.logits.dtype),
-            batch.target,
-            batch.logits,
-            margin=self.margin,
-            beta=self._beta(batch.progress),
-        )
-        return batch.mean(functional.cross_entropy(logits, batch.target, reduction="none"))
-
-    def _beta(self, progress: float | Tensor | None) -> float | Tensor:
-        if self.beta_start <= self.beta_min:
-            return self.beta_min
-        if progress is None:
-            raise ValueError("progress must be given to each call, for β to fall; got None")
-        return annealed_beta(progress, beta_start=self.beta_start, beta_min=self.beta_min)
-
-    def extra_repr(self) -> str:
-        return f"margin={self.margin}, beta_start={self.beta_start}, beta_min={self.beta_min}"
 
 
 def create_criterion(
@@ -380,45 +277,6 @@ def create_criterion(
     if recipe.method not in builders:
         raise unknown("method", recipe.method, builders)
     return builders[recipe.method]()
-
-
-def _place(size: int, device: torch.device) -> tuple[int, int | Tensor, int | Tensor]:
-    """Number of ranks, samples of all of them (at least 1), samples of those before this one."""
-    world = distributed.world_size(None)
-    if world == 1:
-        return 1, max(size, 1), 0
-    rank = dist.get_rank()
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    sizes[rank] = size
-    sizes = distributed.sum_over_ranks(sizes)
-    return world, sizes.sum().clamp(min=1), sizes[:rank].sum()
-
-
-def _check_arguments(
-    features: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    logits: Tensor | None,
-    progress: float | Tensor | None,
-) -> None:
-    """Everything that shapes and types tell, before any state changes."""
-    found = tuple(features.shape), tuple(weight.shape)
-    same = features.dim() == weight.dim() == 2 and features.shape[1] == weight.shape[1]
-    _require(same, "features and weight", found, "of shapes (N, A) and (C, A)")
-    number, classes = len(features), len(weight)
-    indices = target.dtype == torch.int64 and target.shape == (number,)
-    expected = f"int64 class indices of shape ({number},)"
-    _require(indices, "target", f"{target.dtype} of shape {tuple(target.shape)}", expected)
-    if logits is not None:
-        shape = tuple(logits.shape)
-        _require(shape == (number, classes), "logits", shape, f"of shape ({number}, {classes})")
-    if isinstance(progress, int | float):
-        _require(0 <= progress <= 1, "progress", progress, "in [0, 1]")
-
-
-def _require(holds: bool, name: str, value: Any, expectation: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {expectation}, got {value}")
 
 
 @torch.library.custom_op("isda::step_key", mutates_args=())

@@ -1,11 +1,14 @@
-"""The pure functions of the large-margin softmax (Liu et al., 2016), a baseline of Table 4."""
+"""The large-margin softmax (Liu et al., 2016), a baseline of Table 4."""
 
 import math
 
 import torch
 from torch import Tensor
 
-__all__ = ["annealed_beta", "large_margin_cosine", "large_margin_logits"]
+from isda import functional
+from isda.experiments.criterion import Batch, Criterion, require
+
+__all__ = ["LargeMarginLoss", "annealed_beta", "large_margin_cosine", "large_margin_logits"]
 
 
 def annealed_beta(
@@ -13,9 +16,9 @@ def annealed_beta(
 ) -> float | Tensor:
     r"""Weight β = max(beta_min, beta_start · (1 + 0.3 t/T)⁻⁴⁵) of the ordinary logit.
 
-    The schedule of the original's published CIFAR-10 training with augmentation, 1000 · (1 + 10⁻⁵
-    t)⁻⁴⁵ over 30,000 steps, stretched to any length: cross entropy at first, β = 1.9 half way, 0.007
-    in the end.
+    The schedule of the original's published CIFAR-10 training with augmentation, β = 1000 · (1 +
+    10⁻⁵ t)⁻⁴⁵ over T = 30,000 steps, for any T: almost cross entropy at first, β = 1.9 half way and
+    0.007 in the end.
 
     Args:
         progress: t/T in [0, 1].
@@ -85,3 +88,48 @@ def large_margin_logits(
     change = (length * large_margin_cosine(cosine, margin=margin) - inner) / (1 + beta)
     classes = torch.arange(logits.shape[1], device=logits.device)
     return logits + torch.where(classes == target[:, None], change[:, None], 0.0)
+
+
+class LargeMarginLoss(Criterion):
+    """Cross entropy of :func:`large_margin_logits`, annealed (Liu et al., 2016).
+
+    β falls with ``progress`` as in :func:`annealed_beta`, so that every call in training needs it;
+    not so if ``beta_start <= beta_min``, when β is ``beta_min`` throughout. The paper gives neither
+    margin nor annealing; both are those of the original's published CIFAR-10 training with
+    augmentation.
+
+    Args:
+        margin: m; 1 is cross entropy.
+        beta_start: β at the start.
+        beta_min: smallest β.
+    """
+
+    def __init__(
+        self, *, margin: int = 2, beta_start: float = 1000.0, beta_min: float = 0.0
+    ) -> None:
+        super().__init__()
+        require(isinstance(margin, int) and margin >= 1, "margin", margin, "an integer >= 1")
+        require(0 <= beta_start < math.inf, "beta_start", beta_start, ">= 0 and finite")
+        require(0 <= beta_min < math.inf, "beta_min", beta_min, ">= 0 and finite")
+        self.margin, self.beta_start, self.beta_min = margin, beta_start, beta_min
+
+    def loss(self, batch: Batch) -> Tensor:
+        logits = large_margin_logits(
+            batch.features.to(batch.logits.dtype),
+            batch.weight.to(batch.logits.dtype),
+            batch.target,
+            batch.logits,
+            margin=self.margin,
+            beta=self._beta(batch.progress),
+        )
+        return batch.mean(functional.cross_entropy(logits, batch.target, reduction="none"))
+
+    def _beta(self, progress: float | Tensor | None) -> float | Tensor:
+        if self.beta_start <= self.beta_min:
+            return self.beta_min
+        if progress is None:
+            raise ValueError("progress must be given to each call, for β to fall; got None")
+        return annealed_beta(progress, beta_start=self.beta_start, beta_min=self.beta_min)
+
+    def extra_repr(self) -> str:
+        return f"margin={self.margin}, beta_start={self.beta_start}, beta_min={self.beta_min}"

@@ -1,0 +1,378 @@
+"""The command line, run in this process: what it prints, writes, and says of a mistake."""
+
+import html
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from isda import __version__
+from isda.experiments import cli
+from isda.experiments.cli import main
+from isda.experiments.published import PUBLISHED
+from isda.experiments.recipes import RECIPES, Recipe
+from isda.experiments.runs import Run, load_runs, summary
+
+QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # of the bundled digits
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Message of a command that must fail as mistakes do: one line, exit code 2, no folders."""
+
+    def run(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("isda: ")
+        assert printed.err.endswith("\n")
+        assert printed.err.count("\n") == 1
+        assert "Traceback" not in printed.err
+        assert not Path("runs").exists()
+        return printed.err.removeprefix("isda: ").rstrip("\n")
+
+    return run
+
+
+def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
+    """Photographs of a kind: every class has a colour of its own."""
+    for number in range(classes):
+        folder = path / f"class{number}"
+        folder.mkdir(parents=True)
+        for i in range(images):
+            colour = torch.tensor([40 + 60 * number, 200 - 60 * number, 90])
+            pixels = (colour + torch.randint(-40, 41, (40, 48, 3))).clamp(0, 255)
+            Image.fromarray(pixels.to(torch.uint8).numpy()).save(folder / f"{i}.png")
+    return path
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tran"], "unknown command 'tran'; did you mean train?"),
+        (["xyz"], "unknown command 'xyz'"),
+        (["train", "cifar10-resnet23-isda"], "; did you mean cifar10-resnet32-isda"),
+        (["compare", "digits"], "unknown recipe 'digits'"),
+        (["train", "--network", "resnet9"], "unknown network 'resnet9'; did you mean resnet8"),
+        (["train", "--network", "timm:resnet19"], "unknown timm model 'resnet19'; did"),
+        (["train", "--data", "cifar11"], "unknown data set 'cifar11'; did you mean cifar10"),
+        (["train", "--lambda-0", "-1"], "lambda_0 must be >= 0, got -1.0"),
+        (["train", "--epochs", "0"], "epochs must be >= 1, got 0"),
+        (["train", "--learning-rate", "nan"], "learning_rate must be > 0, got nan"),
+        (["train", "--augment", "crop", "zoom"], "augment must be drawn from crop, flip"),
+        (["train", "--drop-rate", "1"], "drop_rate must be >= 0 and < 1, got 1.0"),
+        (["train", "--hold-out", "5000"], "must be between 1 and 1437, got 5000"),
+        (["train", "--seeds", "1", "2", "1"], "seeds must be different numbers from 0 to"),
+        (["train", "--seeds", "-1"], "seeds must be different numbers from 0 to 2³² - 1, got -1"),
+        (["train", "--seeds", "4294967296"], "seeds must be different"),
+        (["train", "--seeds"], "seeds must be different numbers from 0 to 2³² - 1, got none"),
+        (["compare", "digits-resnet8-ce"], "method must be isda to be compared with ce, got 'ce'"),
+        (["train", "cifar10-resnet32-isda"], "cifar10 is neither data/cifar10.npz nor"),
+        (["train", "imagenet-resnet50-isda"], "imagenet needs its folder"),
+        (["train", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["train", "--side-by-side", "-2"], "side_by_side must be >= 0, got -2"),
+        (["compare", "--data", "imagefolder:nowhere"], "nowhere does not exist"),
+        (["compare", "--data", "imagefolder:"], "imagefolder needs a path"),
+    ],
+)  # fmt: skip
+def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(*arguments)
+
+
+def test_a_gpu_that_is_not_there(refused: Callable[..., str]) -> None:
+    count = torch.cuda.device_count()
+    name = f"cuda:{count}" if count else "cuda"
+    message = refused("train", "--device", name)
+    assert message == f"no GPU {count} here: {count} found; --device cpu trains without one"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--lambda", "1"], "--lambda"),
+        (["train", "--epochs", "many"], "--epochs"),
+        (["train", "--method", "mixup"], "mixup"),
+        (["train", "--seeds", "one"], "--seeds"),
+        (["compare", "digits-resnet8-isda", "cifar10-resnet32-isda"], "cifar10-resnet32-isda"),
+        (["list", "--nothing"], "--nothing"),
+    ],
+)
+def test_flags_that_do_not_exist(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert not Path("runs").exists()
+
+
+def test_folders_of_images(refused: Callable[..., str], tmp_path: Path) -> None:
+    network = ("--network", "timm:test_resnet", "--image-size", "32", "--workers", "0")
+
+    def compare(path: Path) -> str:
+        return refused("compare", "--data", f"imagefolder:{path}", *network)
+
+    (tmp_path / "empty").mkdir()
+    assert "must have a folder for each of two or more classes, got 0" in compare(
+        tmp_path / "empty"
+    )
+    single = image_folder(tmp_path / "single", classes=1)
+    assert "must have a folder for each of two or more classes, got 1" in compare(single)
+    bad = image_folder(tmp_path / "bad")
+    (bad / "class1" / "3.png").write_bytes(b"not an image")
+    message = compare(bad)
+    assert "1 of 30 images" in message
+    assert "--skip-unreadable" in message
+    assert str(bad / "class1" / "3.png") in message
+    gap = image_folder(tmp_path / "gap")
+    (gap / "class3").mkdir()
+    assert "classes without images: class3" in compare(gap)
+    file = tmp_path / "file.txt"
+    file.write_text("")
+    assert "file.txt is not a folder" in compare(file)
+
+
+def test_an_unwritable_place(refused: Callable[..., str]) -> None:
+    Path("taken").write_text("")
+    assert "cannot write taken" in refused("train", *QUICK, "--device", "cpu", "--out", "taken")
+
+
+def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "train", interrupt)
+    assert main(["train"]) == 130
+    printed = capsys.readouterr().err
+    assert printed == "isda: stopped; --resume goes on from the last checkpoint\n"
+
+
+# Help
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    for command in ("train", "compare", "list"):
+        assert re.search(rf"^  {command} +\w", printed, flags=re.MULTILINE)
+    for line in printed.splitlines():
+        words = line.split()
+        if words[:1] == ["isda"] and len(words) > 2 and not words[2].startswith("-"):
+            assert words[2] in RECIPES  # the examples are true
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"torch-isda {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_help_of_a_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    flags = set(re.findall(r"--[a-z0-9-]+", printed))
+    fields = {f"--{name.replace('_', '-')}" for name in Recipe.__dataclass_fields__}
+    assert fields <= flags
+    assert {"--seeds", "--out", "--resume", "--device", "--data-root", "--download"} <= flags
+
+
+def test_help_of_a_recipe_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "cifar100-wide_resnet28_10-isda", "--help"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "isda train cifar100-wide_resnet28_10-isda" in printed
+    assert "(default: 240)" in printed  # epochs
+    assert "(default: 60 120 160 200)" in printed  # milestones
+
+
+def test_list_shows_every_recipe_with_the_papers_number(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "-" in line}
+    assert lines.keys() == RECIPES.keys()
+    for name in RECIPES:
+        assert (str(PUBLISHED[name]) if name in PUBLISHED else "–") in lines[name]
+    assert sum(name in PUBLISHED for name in RECIPES) >= 70
+
+
+# Training
+
+
+def only_run(out: Path = Path("runs")) -> Run:
+    (run,) = load_runs(out)
+    return run
+
+
+def test_overrides_reach_the_recipe_and_the_name(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--lambda-0", "0.25", "--augment", "crop", "flip", "--schedule", "step"]
+    flags += ["--milestones", "1", "2", "--seeds", "7", "--device", "cpu"]
+    assert main(["train", *QUICK, *flags]) == 0
+    run = only_run()
+    assert run.recipe == replace(
+        RECIPES["digits-resnet8-isda"], epochs=2, batch_size=128, hold_out=1200, lambda_0=0.25,
+        augment=("crop", "flip"), schedule="step", milestones=(1, 2),
+    )  # fmt: skip
+    assert run.seed == 7
+    assert run.name.startswith("digits-resnet8-isda+")
+    changes = "augment=crop_flip epochs=2 batch_size=128 schedule=step milestones=1_2 lambda_0=0.25"
+    assert set(run.name.split("+")[1:]) == {*changes.split(), "hold_out=1200"}
+    error = summary(run).error
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{run.folder}: test error {error:.2f} %, ")
+
+    # the same command does not overwrite it, and with --resume has nothing to do
+    assert main(["train", *QUICK, *flags]) == 2
+    assert "already holds a run: use --resume" in capsys.readouterr().err
+    before = (run.folder / "metrics.jsonl").read_bytes()
+    assert main(["train", *QUICK, *flags, "--resume"]) == 0
+    assert capsys.readouterr().out == printed
+    assert (run.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of runs, without training them; each does as the name of a folder."""
+    planned = []
+    monkeypatch.setattr(cli, "train", lambda plans, options: planned.append(plans) or [])
+
+    def names(*arguments: str) -> list[str]:
+        assert main(list(arguments)) == 0, capsys.readouterr().err
+        return [f"{plan.name}/{plan.seed}" for plan in planned[-1]]
+
+    assert names("train") == ["digits-resnet8-isda/0"]
+    assert names("train", "--seeds", "3", "1") == ["digits-resnet8-isda/3", "digits-resnet8-isda/1"]
+    assert names("train", "cifar10-resnet32-ce") == ["cifar10-resnet32-ce/0"]
+    assert names("train", "cifar100-resnet110-isda", "--lambda-0", "0.25") == [
+        "cifar100-resnet110-isda+lambda_0=0.25/0"
+    ]
+    sides = ("digits-resnet8-ce", "digits-resnet8-isda")
+    assert names("compare") == [f"{side}/{seed}" for side in sides for seed in range(3)]
+    assert names("compare", "--seeds", "5", "--ema", "0.9") == [
+        f"{side}+ema=0.9/5" for side in sides
+    ]
+    own = ("--data", "imagefolder:/photos/my birds", "--network", "timm:resnet18")
+    assert names("train", *own) == ["my_birds-timm_resnet18-isda/0"]
+    assert planned[-1][0].recipe.data == "imagefolder:/photos/my birds"
+    # a folder that is called as a data set of the paper
+    (name,) = names("train", "--data", "imagefolder:/data/imagenet", "--network", "resnet50")
+    assert name.startswith("imagenet-resnet50-isda+data=imagefolder_data_imagenet+")
+    assert name.endswith("/0")
+    assert name.count("/") == 1
+
+
+def table_of(printed: str) -> list[list[str]]:
+    """Cells of the text table, without the rule."""
+    rows = [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
+    return [row for row in rows if len(row) > 1]
+
+
+def cells_of(page: str) -> list[list[str]]:
+    """Rows of all tables of the page."""
+    rows = re.findall(r"<tr.*?>(.*?)</tr>", page, flags=re.DOTALL)
+    return [
+        [
+            html.unescape(re.sub(r"<.*?>", "", cell)).strip()
+            for cell in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, flags=re.DOTALL)
+        ]
+        for row in rows
+    ]
+
+
+def test_compare_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--seeds", "0", "1", "--device", "cpu", "--lambda-0", "1"]
+    assert main(["compare", *QUICK, *flags]) == 0
+    printed = capsys.readouterr().out
+    runs = load_runs("runs")
+    assert [(run.recipe.method, run.seed) for run in runs] == [
+        ("ce", 0), ("ce", 1), ("isda", 0), ("isda", 1),
+    ]  # fmt: skip
+    errors = []
+    for run in runs:  # from the files alone
+        lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+        errors.append(sum(json.loads(line)["test_error"] for line in lines) / 2)
+    baseline, method = sum(errors[:2]) / 2, sum(errors[2:]) / 2
+    spreads = [abs(pair[0] - pair[1]) / 2**0.5 for pair in (errors[:2], errors[2:])]
+    header, row = table_of(printed)[:2]
+    assert row[0] == "validation error, %"
+    assert row[1] == f"{baseline:.2f} ± {spreads[0]:.2f}"
+    assert row[2] == f"{method:.2f} ± {spreads[1]:.2f}"
+    assert row[3].replace("−", "-").startswith(f"{method - baseline:+.2f} (")
+    assert f"{abs(method - baseline):.2f} points" in printed
+
+    page = Path(printed.splitlines()[-1])
+    assert page.parent == Path("runs")
+    assert page.name.startswith("digits-resnet8-isda+")
+    assert page.suffix == ".html"
+    text = page.read_text(encoding="utf-8")
+    found = cells_of(text)
+    for wanted in table_of(printed)[1:]:
+        if wanted[0] in ("validation error, %", "NLL", "ECE, %", "seeds"):
+            assert any(row[: len(wanted)] == wanted for row in found), wanted
+    for seed, one, other in zip((0, 1), errors[:2], errors[2:], strict=True):
+        assert any(row[:3] == [str(seed), f"{one:.2f}", f"{other:.2f}"] for row in found), seed
+    assert len(header) >= 3
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_compare_on_ones_own_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    photos = image_folder(tmp_path / "photos")
+    flags = ["--network", "timm:test_resnet", "--image-size", "32", "--epochs", "2"]
+    flags += ["--batch-size", "16", "--seeds", "0", "1", "--device", "cpu", "--workers", "0"]
+    assert main(["compare", "--data", f"imagefolder:{photos}", *flags]) == 0
+    printed = capsys.readouterr().out
+    runs = load_runs("runs")
+    assert [(run.name, run.seed) for run in runs] == [
+        (f"photos-timm_test_resnet-{method}", seed) for method in ("ce", "isda") for seed in (0, 1)
+    ]
+    for run in runs:
+        assert summary(run).finished
+        assert run.recipe.network == "timm:test_resnet"
+        # 24 images train, and 6 are held out for the test
+        assert run.metrics()[0]["test_error"] * 6 / 100 == pytest.approx(
+            round(run.metrics()[0]["test_error"] * 6 / 100), abs=1e-4
+        )
+    assert "test error, %" in printed
+    assert (Path("runs") / "photos-timm_test_resnet-isda.html").exists()
+
+
+def test_a_bad_batch_is_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    """A training that fails says so without a traceback, behind its progress bar."""
+    assert main(["train", *QUICK, "--learning-rate", "1e12", "--device", "cpu"]) == 2
+    printed = capsys.readouterr()
+    assert "Traceback" not in printed.err
+    last = printed.err.rstrip("\n").splitlines()[-1]
+    assert last.startswith("isda: runs/digits-resnet8-isda+")
+    assert "learning rate 1e+12" in last
+
+
+def test_warnings_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["train", *QUICK, "--device", "cpu"]) == 0
+    path = only_run().folder / "checkpoint.pt"
+    path.with_name("checkpoint.previous.pt").write_bytes(path.read_bytes())
+    path.write_bytes(b"damaged")
+    capsys.readouterr()
+    assert main(["train", *QUICK, "--device", "cpu", "--resume"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "damaged" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"isda: {path} is damaged")
