@@ -271,6 +271,14 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     ]
     own = ("--data", "imagefolder:/photos/my birds", "--network", "timm:resnet18")
     assert names("train", *own) == ["my_birds-timm_resnet18-isda/0"]
+    assert names("train", *own, "--lambda-0", "1") == ["my_birds-timm_resnet18-isda+lambda_0=1.0/0"]
+    assert names("train", "--network", "resnet32") == ["digits-resnet32-isda/0"]
+    assert names("train", "cifar10-resnet110-dropout_isda", "--epochs", "3") == [
+        "cifar10-resnet110-dropout_isda+epochs=3/0"
+    ]
+    assert names("compare", "cifar10-wide_resnet28_10-identity_isda", "--seeds", "0") == [
+        f"cifar10-wide_resnet28_10-{method}/0" for method in ("ce", "identity_isda")
+    ]
     assert planned[-1][0].recipe.data == "imagefolder:/photos/my birds"
     # a folder that is called as a data set of the paper
     (name,) = names("train", "--data", "imagefolder:/data/imagenet", "--network", "resnet50")
@@ -332,6 +340,9 @@ def test_compare_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(header) >= 3
 
 
+CHANGED = "+epochs=2+batch_size=16+image_size=32"
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_compare_on_ones_own_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     photos = image_folder(tmp_path / "photos")
@@ -341,7 +352,9 @@ def test_compare_on_ones_own_images(capsys: pytest.CaptureFixture[str], tmp_path
     printed = capsys.readouterr().out
     runs = load_runs("runs")
     assert [(run.name, run.seed) for run in runs] == [
-        (f"photos-timm_test_resnet-{method}", seed) for method in ("ce", "isda") for seed in (0, 1)
+        (f"photos-timm_test_resnet-{method}{CHANGED}", seed)
+        for method in ("ce", "isda")
+        for seed in (0, 1)
     ]
     for run in runs:
         assert summary(run).finished
@@ -351,7 +364,7 @@ def test_compare_on_ones_own_images(capsys: pytest.CaptureFixture[str], tmp_path
             round(run.metrics()[0]["test_error"] * 6 / 100), abs=1e-4
         )
     assert "test error, %" in printed
-    assert (Path("runs") / "photos-timm_test_resnet-isda.html").exists()
+    assert (Path("runs") / f"photos-timm_test_resnet-isda{CHANGED}.html").exists()
 
 
 def test_a_bad_batch_is_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,6 @@ def test_one_graph_for_all_steps(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("structure", ["full", "diagonal"])
+@structures
 def test_inductor(structure, device):
     assert_same_training(device, structure, whole_step("inductor"), decay=0.9)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from isda import ISDALoss, distributed, functional
 from isda.experiments import draws
 from isda.experiments.criterion import Batch, Criterion, require
-from isda.experiments.errors import unknown
 from isda.experiments.large_margin import LargeMarginLoss
 from isda.experiments.recipes import Recipe
 
@@ -268,14 +267,12 @@ def create_criterion(
         ),
         "large_margin": LargeMarginLoss,
         "disturb_label": lambda: DisturbLabelLoss(
-            num_classes, noise_rate=getattr(recipe, "noise_rate", 0.05), seed=seed
+            num_classes, noise_rate=recipe.noise_rate, seed=seed
         ),
         "focal": FocalLoss,
         "center": lambda: CenterLoss(num_features, num_classes),
         "lq": LqLoss,
     }
-    if recipe.method not in builders:
-        raise unknown("method", recipe.method, builders)
     return builders[recipe.method]()
 
 
@@ -284,7 +281,7 @@ def _step_key_op(key: Tensor, step: Tensor) -> Tensor:
     """Key of a step.
 
     An operator, because torch.compile may compute plain arithmetic once more for the backward pass,
-    when the step has been counted already (pytorch/pytorch#197039).
+    when the step has been counted already.
     """
     return draws.fold(key, step)
 

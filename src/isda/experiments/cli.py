@@ -1,9 +1,8 @@
-"""The command line: ``isda train | compare | report | list``.
+"""The command line: ``isda train | compare | report | cost | list``.
 
 To train is a recipe by name, with any of its fields changed by a flag, and how to train it.
 """
 
-import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import tyro
 
 from isda._version import __version__
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.recipes import DEFAULT, RECIPES, Recipe, differing_fields, get_recipe, name_of
+from isda.experiments.recipes import DEFAULT, Recipe, baseline_of, get_recipe, run_name
 from isda.experiments.train import Options, Plan, train
 
 __all__ = ["main"]
@@ -60,10 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(arguments: list[str]) -> None:
     """Train a recipe, one run per seed."""
-    given = _parse("train", arguments, seeds=(0,))
     from isda.experiments.runs import summary
 
-    for run in train(_plans(given.recipe, given.seeds), given.options):
+    given, start, start_name = _parse("train", arguments, seeds=(0,))
+    name = run_name(given.recipe, start, start_name)
+    for run in train([Plan(name, given.recipe, seed) for seed in given.seeds], given.options):
         result = summary(run)
         print(f"{run.folder}: test error {result.error:.2f} %, {result.seconds:.0f} s")
 
@@ -72,15 +72,21 @@ def _compare(arguments: list[str]) -> None:
     """Train a recipe with cross entropy and with ISDA, and tell the difference over seeds."""
     from isda.experiments.report import comparison, comparison_table, write_comparison_page
 
-    given = _parse("compare", arguments, seeds=(0, 1, 2))
-    if given.recipe.method != "isda":
-        raise InputError(f"method must be isda to be compared with ce, got {given.recipe.method!r}")
-    sides = [_plans(recipe, given.seeds) for recipe in (given.recipe.baseline(), given.recipe)]
-    runs = train([*sides[0], *sides[1]], given.options)
+    given, start, start_name = _parse("compare", arguments, seeds=(0, 1, 2))
+    recipe = given.recipe
+    if recipe.method != "isda":
+        raise InputError(f"method must be isda to be compared with ce, got {recipe.method!r}")
+    baseline_name = baseline_of(start_name) if start_name else None
+    sides = {
+        run_name(recipe.baseline(), start.baseline(), baseline_name): recipe.baseline(),
+        run_name(recipe, start, start_name): recipe,
+    }
+    plans = [Plan(name, side, seed) for name, side in sides.items() for seed in given.seeds]
+    runs = train(plans, given.options)
     if not runs:
         return  # a rank that does not write
-    result = comparison(runs, sides[0][0].name, sides[1][0].name)
-    page = given.options.out / f"{sides[1][0].name}.html"
+    result = comparison(runs, *sides)
+    page = given.options.out / f"{result.method.name}.html"
     write_comparison_page(page, result)
     print(f"{comparison_table(result)}\n{page}")
 
@@ -111,6 +117,13 @@ def _report(arguments: list[str]) -> None:
         print(f"{path}: {'updated' if update_markdown(path, runs) else 'up to date'}")
 
 
+def _cost(arguments: list[str]) -> None:
+    """Show what ISDA adds to parameters, computation, time and memory of a step (Table 1)."""
+    from isda.experiments import cost
+
+    cost.main(arguments)
+
+
 def _list(arguments: list[str]) -> None:
     """Show all recipes with the paper's test error and that of the records in a folder."""
     from isda.experiments.report import recipes_table
@@ -128,6 +141,7 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "compare": _compare,
     "report": _report,
+    "cost": _cost,
     "list": _list,
 }
 
@@ -157,40 +171,30 @@ _OWN_IMAGES = Recipe(  # a start for images that no recipe is made for
 )
 
 
-def _parse(command: str, arguments: list[str], *, seeds: tuple[int, ...]) -> _Arguments:
-    """Recipe by name, or for ``--data imagefolder:PATH``, with the flags' changes."""
-    own = next((word for word in arguments if "imagefolder:" in word), None)
+def _parse(
+    command: str, arguments: list[str], *, seeds: tuple[int, ...]
+) -> tuple[_Arguments, Recipe, str | None]:
+    """What was asked for, the recipe it started from, and that recipe's name if one was given."""
     name = None
     if arguments and not arguments[0].startswith("-"):
         name, *arguments = arguments
-        recipe = get_recipe(name)
+        start = get_recipe(name)
     else:
-        recipe = _OWN_IMAGES if own else get_recipe(DEFAULT)
-    return tyro.cli(
+        own = any("imagefolder:" in word for word in arguments)
+        start = _OWN_IMAGES if own else get_recipe(DEFAULT)
+    given = tyro.cli(
         _Arguments,
         args=arguments,
-        default=_Arguments(recipe, Options(), seeds),
+        default=_Arguments(start, Options(), seeds),
         prog=f"isda {command} {name or '[RECIPE]'}",
         description=_COMMANDS[command].__doc__,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-
-
-def _plans(recipe: Recipe, seeds: tuple[int, ...]) -> list[Plan]:
-    """A run for each seed, under the name of the recipe and what was changed in it."""
-    if not seeds or len(set(seeds)) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
-        given = " ".join(map(str, seeds)) or "none"
-        raise InputError(f"seeds must be different numbers from 0 to 2³² - 1, got {given}")
-    name = name_of(recipe)
-    usual = RECIPES.get(name)
-    if usual is None:
-        return [Plan(name, recipe, seed) for seed in seeds]
-    changes = [
-        f"+{key}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
-        for key, (_, new) in differing_fields(usual, recipe).items()
-    ]
-    name += re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # fit for a folder
-    return [Plan(name, recipe, seed) for seed in seeds]
+    chosen = given.seeds
+    if len({*chosen}) != len(chosen) or not chosen or not 0 <= min(chosen) <= max(chosen) < 2**32:
+        listed = " ".join(map(str, chosen)) or "none"
+        raise InputError(f"seeds must be different numbers from 0 to 2³² - 1, got {listed}")
+    return given, start, name
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""What is trained and how: Tables 1 to 3 and Appendix B of the paper as data.
+"""What is trained and how: Tables 1 to 5 and Appendix B of the paper as data.
 
 A recipe is a frozen record of data set, network, method and schedule. Where the paper and the
 authors' code differ in something that changes the numbers, the recipe follows the code, and the
@@ -8,8 +8,8 @@ choice is a named field: ``milestones``, ``cosine_offset``, ``ramp``, ``nesterov
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
@@ -24,9 +24,10 @@ __all__ = [
     "differing_fields",
     "get_recipe",
     "name_of",
+    "run_name",
 ]
 
-Method = Literal["ce", "isda"]
+Method = Literal["ce", "isda", "large_margin", "disturb_label", "focal", "center", "lq"]
 Schedule = Literal["step", "cosine"]
 Covariance = Literal["full", "diagonal", "shared", "identity"]
 Ramp = Literal["epoch", "step", "constant"]
@@ -44,7 +45,7 @@ class Recipe:
     """Network by name."""
 
     method: Method = "isda"
-    """Loss: plain cross entropy, or ISDA."""
+    """Loss: plain cross entropy, ISDA, or a baseline of Table 4."""
 
     augment: tuple[str, ...] = ()
     """Image augmentations, out of crop, flip, autoaugment and cutout, which is also their order;
@@ -90,7 +91,10 @@ class Recipe:
     """Growth of the strength to lambda_0: once per epoch, at every step, or none (constant)."""
 
     decay: float = 1.0
-    """Weight that a sample keeps in the statistics with each later one of its class; 1 keeps all."""
+    """Weight that a sample keeps in the statistics with each later one of its class; 1: all."""
+
+    noise_rate: float = 0.0
+    """Share of labels that disturb_label draws anew in every step."""
 
     drop_rate: float = 0.0
     """Dropout rate inside the network."""
@@ -124,7 +128,7 @@ class Recipe:
         for field in ("weight_decay", "cosine_offset", "lambda_0", "hold_out"):
             value = getattr(self, field)
             _require(0 <= value < math.inf, field, value, ">= 0")
-        for field in ("momentum", "drop_rate", "ema"):
+        for field in ("momentum", "noise_rate", "drop_rate", "ema"):
             value = getattr(self, field)
             _require(0 <= value < 1, field, value, ">= 0 and < 1")
         for field in ("gamma", "decay"):
@@ -152,7 +156,13 @@ class Recipe:
             self.method == "isda" or self.lambda_0 == 0,
             "lambda_0",
             self.lambda_0,
-            "0 with method ce, where it has no effect",
+            f"0 with method {self.method}, where it has no effect",
+        )
+        _require(
+            (self.method == "disturb_label") == (self.noise_rate > 0),
+            "noise_rate",
+            self.noise_rate,
+            "> 0 with method disturb_label and 0 with any other",
         )
 
     def learning_rate_at(self, epoch: int) -> float:
@@ -181,7 +191,15 @@ class Recipe:
 
     def baseline(self) -> "Recipe":
         """The same training with plain cross entropy."""
-        return dataclasses.replace(self, method="ce", lambda_0=0.0)
+        return replace(
+            self,
+            method="ce",
+            lambda_0=0.0,
+            noise_rate=0.0,
+            covariance="full",
+            ramp="epoch",
+            decay=1.0,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Fields as JSON knows them; ``from_dict`` reads them back."""
@@ -232,17 +250,38 @@ def name_of(recipe: Recipe) -> str:
     return "-".join(parts)
 
 
+def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> str:
+    """Name of a run: that of the recipe it started from, and every field that was changed.
+
+    >>> start = get_recipe("digits-resnet8-isda")
+    >>> run_name(replace(start, lambda_0=1.0), start, "digits-resnet8-isda")
+    'digits-resnet8-isda+lambda_0=1.0'
+
+    Args:
+        recipe: what is trained.
+        start: the recipe before any field was changed.
+        start_name: its name, if it is not the one that its fields give.
+    """
+    moved = replace(start, data=recipe.data, network=recipe.network)
+    name = start_name if start_name and moved == start else name_of(moved)
+    changes = [
+        f"+{field}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
+        for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
+    ]
+    return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # fit for a folder
+
+
 def baseline_of(name: str) -> str:
     """Name of the recipe without ISDA that an ISDA recipe is compared with.
 
     >>> baseline_of("cifar10-resnet32-isda"), baseline_of("cifar10-wide_resnet28_10-cutout_isda")
     ('cifar10-resnet32-ce', 'cifar10-wide_resnet28_10-cutout')
     """
-    if name.endswith("-isda"):
-        return name.removesuffix("isda") + "ce"
-    if name.endswith("_isda"):
-        return name.removesuffix("_isda")
-    raise InputError(f"recipe must end in isda to have a baseline, got {name!r}")
+    training, _, method = name.rpartition("-")
+    if method.partition("_")[2] not in ("", "isda") or not method.endswith("isda"):
+        raise InputError(f"recipe must end in isda to have a baseline, got {name!r}")
+    extra = method.removesuffix("isda").removesuffix("_")
+    return f"{training}-{extra if extra in _COMPANIONS else 'ce'}"
 
 
 def differing_fields(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -253,6 +292,8 @@ def differing_fields(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:
     }
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
 
+
+_COMPANIONS = ("cutout", "autoaugment", "dropout")  # what ISDA is combined with in Tables 3 and 4
 
 _CHOICES = {
     "method": get_args(Method),
@@ -313,6 +354,8 @@ _CIFAR: dict[str, dict[str, Any]] = {
     "shake_shake26_2x32d": _SHAKE_SHAKE,
     "shake_shake26_2x112d": _SHAKE_SHAKE,
 }
+_TABLE_4 = ("resnet110", "wide_resnet28_10")
+_TABLE_4_METHODS: tuple[Method, ...] = ("large_margin", "disturb_label", "focal", "center", "lq")
 _TABLE_3 = ("wide_resnet28_10", "shake_shake26_2x32d", "shake_shake26_2x112d")
 
 _IMAGENET: dict[str, Any] = {
@@ -362,10 +405,39 @@ _WITH_ISDA = [
     ),
 ]
 
-RECIPES: dict[str, Recipe] = {
-    name_of(recipe): recipe for isda in _WITH_ISDA for recipe in (isda.baseline(), isda)
+# Table 5: what an ablation changes in the ISDA recipe.
+_ABLATIONS: dict[str, dict[str, Any]] = {
+    "identity_isda": {"covariance": "identity"},
+    "diagonal_isda": {"covariance": "diagonal"},
+    "shared_isda": {"covariance": "shared"},
+    "constant_isda": {"ramp": "constant"},
 }
-"""Every training of Tables 1 to 3, and two on the bundled digits, by name."""
+
+
+def _named() -> Iterator[tuple[str, Recipe]]:
+    """Every training of Tables 1 to 5 with its name."""
+    for recipe in _WITH_ISDA:
+        yield name_of(recipe.baseline()), recipe.baseline()
+        yield name_of(recipe), recipe
+        training = f"{recipe.data}-{recipe.network}"
+        if recipe.augment != ("crop", "flip"):
+            continue
+        if recipe.network in _TABLE_4:
+            for method in _TABLE_4_METHODS:
+                noise = 0.1 if training == "cifar100-resnet110" else 0.05
+                noise_rate = noise if method == "disturb_label" else 0.0
+                changed = replace(recipe.baseline(), method=method, noise_rate=noise_rate)
+                yield f"{training}-{method}", changed
+        if recipe.network == "resnet110":
+            yield f"{training}-dropout", replace(recipe.baseline(), drop_rate=0.3)
+            yield f"{training}-dropout_isda", replace(recipe, drop_rate=0.3)
+        if recipe.network == "wide_resnet28_10":
+            for ablation, changes in _ABLATIONS.items():
+                yield f"{training}-{ablation}", replace(recipe, **changes)
+
+
+RECIPES: dict[str, Recipe] = dict(_named())
+"""Every training of Tables 1 to 5 but the GANs', and two on the bundled digits, by name."""
 
 DEFAULT = "digits-resnet8-isda"
 """The recipe that needs no download and no GPU."""

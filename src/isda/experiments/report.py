@@ -60,10 +60,9 @@ class Side:
     @property
     def label(self) -> str:
         """Method in words, such as ``Cutout + ISDA``."""
-        words = {"ce": "Cross entropy", "isda": "ISDA", "cutout": "Cutout"}
-        words["autoaugment"] = "AutoAugment"
+        words = {"ce": "Cross entropy", "isda": "ISDA", "autoaugment": "AutoAugment"}
         parts = self.name.partition("+")[0].rpartition("-")[2].split("_")
-        return " + ".join(words.get(part, part) for part in parts)
+        return " + ".join(words.get(part, part.capitalize()) for part in parts)
 
     @property
     def errors(self) -> dict[int, float]:

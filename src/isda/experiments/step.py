@@ -63,7 +63,10 @@ class Lane:
         self.augment = create_augmentation(recipe.augment)
         self.network = self._create_network()
         self.criterion = create_criterion(
-            recipe, num_features=self.network.num_features, num_classes=data.num_classes
+            recipe,
+            num_features=self.network.num_features,
+            num_classes=data.num_classes,
+            seed=seed,
         ).to(device)
         self.average = copy.deepcopy(self.network).requires_grad_(False) if recipe.ema else None
 
@@ -75,7 +78,7 @@ class Lane:
         self.network_key = draws.key(seed, _NETWORK, device=device)
         self.step_key = torch.zeros_like(self.network_key)  # of the network's random layers
         self.results = torch.zeros(3, device=device)  # test error, loss, calibration error
-        bind_draws(self.network, self.step_key)
+        self._random = bind_draws(self.network, self.step_key) > 0
 
         self.parameters = list(self.network.parameters())
         self.optimizer = torch.optim.SGD(
@@ -89,6 +92,11 @@ class Lane:
         if recipe.momentum:  # from zeros, so that the first step is like any other
             for parameter in self.parameters:
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        own = list(self.criterion.parameters())  # such as the centers of the center loss
+        self.criterion_rate = torch.zeros((), device=device)
+        self.criterion_optimizer = (
+            torch.optim.SGD(own, lr=self.criterion_rate, fused=True) if own else None
+        )
         self._images = self._order = torch.empty(0)  # of a loader, nothing
         if isinstance(data, ImageArrays):
             self._images = data.train_images
@@ -126,7 +134,11 @@ class Lane:
 
     def begin_epoch(self) -> None:
         """Set schedules, order and whatever is augmented ahead of the epoch."""
-        self.learning_rate.fill_(self.recipe.learning_rate_at(self.epoch))
+        rate = self.recipe.learning_rate_at(self.epoch)
+        self.learning_rate.fill_(rate)
+        if self.criterion_optimizer is not None:  # its own rate falls as that of the network
+            initial: float = self.criterion.learning_rate  # type: ignore[assignment]
+            self.criterion_rate.fill_(initial * rate / self.recipe.learning_rate)
         self.progress.fill_(self.recipe.progress_at(self.epoch))
         self.position.zero_()
         self.total_loss.zero_()
@@ -158,7 +170,7 @@ class Lane:
         if self.world > 1:
             bind_draws(self.network, self.step_key, offset=part.start)
         images, target = self._batch(part)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.forget_gradients()
         with self._autocast():
             features, logits = self._model(images)
         head = self.network.get_classifier()
@@ -171,11 +183,18 @@ class Lane:
         )
         loss.backward()
         self.optimizer.step()
+        if self.criterion_optimizer is not None:
+            self.criterion_optimizer.step()
         if self.average is not None:
             self._update_average(self.average)
-        self.total_loss += loss.detach() * size
-        self.position += size
-        self.steps += 1
+        self.total_loss.add_(loss.detach(), alpha=size)
+        torch._foreach_add_([self.position, self.steps], [size, 1])
+
+    def forget_gradients(self) -> None:
+        """Free the gradients; the next step makes new ones."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.criterion_optimizer is not None:
+            self.criterion_optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -277,7 +296,8 @@ class Lane:
             augment=self.augment,
             normalize=self._normalize,
         )
-        self.step_key.copy_(step_key)
+        if self._random:
+            self.step_key.copy_(step_key)
         return images, target
 
     def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -380,7 +400,7 @@ class Company:
                     with torch.no_grad():  # each time: past the last batch are no images
                         for tensor, saved in zip(lane.tensors(), before, strict=True):
                             tensor.copy_(saved)
-            lane.optimizer.zero_grad(set_to_none=True)
+            lane.forget_gradients()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
