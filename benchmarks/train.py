@@ -16,21 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from isda.experiments import draws
-from isda.experiments.data import ImageArrays
+from isda.experiments.bench import SHAPES, random_images
+from isda.experiments.cost import multiply_adds
 from isda.experiments.recipes import Recipe, get_recipe
 from isda.experiments.runs import environment
 from isda.experiments.step import Company, Lane
 
 EPOCH_IMAGES = {"digits": 1437, "cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167}
-SHAPES = {
-    "digits": (10, (1, 8, 8)),
-    "cifar10": (10, (3, 32, 32)),
-    "cifar100": (100, (3, 32, 32)),
-    "imagenet": (1000, (3, 224, 224)),
-}
 COLUMNS = {  # header of the Markdown table
     "network": "network",
     "method": "method",
@@ -89,7 +82,11 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     """Time one epoch of ``number`` runs side by side."""
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
-    data = random_images(recipe.data, arguments.images, device)
+    num_classes, shape = SHAPES[recipe.data]
+    images = arguments.images or EPOCH_IMAGES[recipe.data]
+    data = random_images(images, num_classes=num_classes, shape=shape, device=device)
+    with torch.device("meta"):
+        flops = 6 * multiply_adds(Lane.create_network(recipe, data, seed=0), shape)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     lanes = [Lane(recipe, seed, data, device) for seed in range(number)]
@@ -99,7 +96,6 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     company.evaluate()
     start_up = time.perf_counter() - began
     seconds = min(timed(company, device) for _ in range(arguments.epochs))
-    images = len(data.train_target)
     per_second = number * images / seconds
     return {
         "data": recipe.data,
@@ -112,7 +108,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
         "timed_images": images,
         "seconds_per_epoch": round(EPOCH_IMAGES[recipe.data] / per_second, 4),
         "images_per_second": round(per_second),
-        "tflops": round(per_second * flops_per_image(recipe, data) / 1e12, 1),
+        "tflops": round(per_second * flops / 1e12, 1),
         "peak_mebibytes": round(torch.cuda.max_memory_allocated() / 2**20) if on_gpu else "",
         "start_up_seconds": round(start_up, 1),
         **{key: value or "" for key, value in environment(device).items() if key != "commit"},
@@ -128,48 +124,6 @@ def timed(company: Company, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
-
-
-def random_images(name: str, number: int | None, device: torch.device) -> ImageArrays:
-    """Images and classes drawn at random: speed does not depend on what they show."""
-    num_classes, shape = SHAPES[name]
-    number = number or EPOCH_IMAGES[name]
-    test = min(1000, number)
-
-    def draw(count: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
-        key = draws.key(part, device=device)
-        images = torch.cat(
-            [
-                draws.bits((min(1000, count - start), *shape), draws.fold(key, start)).to(
-                    torch.uint8
-                )
-                for start in range(0, count, 1000)
-            ]
-        )
-        return images, draws.integers((count,), key, high=num_classes)
-
-    train_images, train_target = draw(number, 0)
-    test_images, test_target = draw(test, 1)
-    return ImageArrays(
-        name=name,
-        train_images=train_images,
-        train_target=train_target,
-        test_images=test_images,
-        test_target=test_target,
-        mean=(0.5,) * shape[0],
-        std=(0.25,) * shape[0],
-        class_names=tuple(map(str, range(num_classes))),
-    )
-
-
-def flops_per_image(recipe: Recipe, data: ImageArrays) -> float:
-    """Floating-point operations of a training step per image: forward and backward."""
-    with torch.device("meta"):
-        network = Lane.create_network(recipe, data, seed=0)
-        images = torch.empty(2, *data.train_images.shape[1:])
-        with FlopCounterMode(display=False) as counter:
-            network(images).sum().backward()
-    return counter.get_total_flops() / 2
 
 
 def changes(recipe: Recipe, settings: list[str]) -> dict[str, Any]:

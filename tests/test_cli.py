@@ -271,6 +271,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     ]
     own = ("--data", "imagefolder:/photos/my birds", "--network", "timm:resnet18")
     assert names("train", *own) == ["my_birds-timm_resnet18-isda/0"]
+    assert planned[-1][0].recipe.data == "imagefolder:/photos/my birds"
     assert names("train", *own, "--lambda-0", "1") == ["my_birds-timm_resnet18-isda+lambda_0=1.0/0"]
     assert names("train", "--network", "resnet32") == ["digits-resnet32-isda/0"]
     assert names("train", "cifar10-resnet110-dropout_isda", "--epochs", "3") == [
@@ -279,7 +280,6 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert names("compare", "cifar10-wide_resnet28_10-identity_isda", "--seeds", "0") == [
         f"cifar10-wide_resnet28_10-{method}/0" for method in ("ce", "identity_isda")
     ]
-    assert planned[-1][0].recipe.data == "imagefolder:/photos/my birds"
     # a folder that is called as a data set of the paper
     (name,) = names("train", "--data", "imagefolder:/data/imagenet", "--network", "resnet50")
     assert name.startswith("imagenet-resnet50-isda+data=imagefolder_data_imagenet+")

@@ -470,7 +470,8 @@ def test_cifar_recipes_differ_in_their_data_alone() -> None:
     assert len(names) >= 32
     for name in names:
         other = RECIPES["cifar100-" + name.removeprefix("cifar10-")]
-        assert differing_fields(RECIPES[name], other).keys() == {"data"}
+        noise = {"noise_rate"} if name == "cifar10-resnet110-disturb_label" else set()
+        assert differing_fields(RECIPES[name], other).keys() == {"data"} | noise
 
 
 @pytest.fixture(scope="module")
@@ -526,7 +527,7 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
     for parameter, before in zip(lane.parameters, start, strict=True):
         assert parameter.isfinite().all()
         assert not torch.equal(parameter, before)
-    if usual.method == "isda":
+    if usual.method == "isda" and usual.covariance != "identity":
         assert int(lane.criterion.estimator.count.sum()) == lane.num_images
     assert recipe.precision == "fp32" or usual.network in LIGHT
 

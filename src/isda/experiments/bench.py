@@ -24,7 +24,7 @@ from isda.experiments.errors import InputError, unknown
 from isda.experiments.networks import NETWORKS
 from isda.experiments.recipes import RECIPES, Recipe, get_recipe
 from isda.experiments.step import Company, Lane
-from isda.experiments.train import Options, _kernels
+from isda.experiments.train import Options, choose_kernels
 
 __all__ = [
     "CASES",
@@ -109,7 +109,7 @@ def measured_cost(
     )
     if on_gpu:
         torch.compiler.reset()  # what was compiled before counts against a limit
-    with _kernels(Options(), device):
+    with choose_kernels(Options(), device):
         data = random_images(
             steps * batch_size, num_classes=num_classes, shape=shape, device=device
         )

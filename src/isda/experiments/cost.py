@@ -22,7 +22,7 @@ from isda.experiments.networks import create_network
 from isda.experiments.published import COST, Cost
 from isda.experiments.report import _text_table
 from isda.experiments.runs import environment
-from isda.experiments.train import _processes
+from isda.experiments.train import join_processes
 
 __all__ = [
     "TheoreticalCost",
@@ -192,7 +192,7 @@ def main(arguments: list[str]) -> None:
     if not given.networks:
         raise InputError("networks must name at least one network")
     size = {"num_classes": given.num_classes, "image_size": given.image_size}
-    with _processes(given.device) as (device, _, world):
+    with join_processes(given.device) as (device, _, world):
         if world > 1:
             raise InputError("isda cost measures one process: start it without torchrun")
         theory = [theoretical_cost(network, **size) for network in dict.fromkeys(given.networks)]

@@ -27,7 +27,7 @@ from isda.experiments.recipes import Recipe
 from isda.experiments.runs import Run, RunError
 from isda.experiments.step import Company, Lane
 
-__all__ = ["Options", "Plan", "train"]
+__all__ = ["Options", "Plan", "choose_kernels", "join_processes", "train"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
     if options.tensorboard:
         _summary_writer()
     runs: dict[int, Run] = {}
-    with _processes(options.device) as (device, rank, world), _kernels(options, device):
+    with join_processes(options.device) as (device, rank, world), choose_kernels(options, device):
         for group, data in _groups(plans, options, device):
             lanes = [
                 Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
@@ -265,7 +265,7 @@ def _side_by_side(
 
 
 @contextlib.contextmanager
-def _processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
+def join_processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
     """Device, rank and world of this process; joins the group that torchrun started."""
     ranked = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if name == "auto":
@@ -295,7 +295,7 @@ def _processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
 
 
 @contextlib.contextmanager
-def _kernels(options: Options, device: torch.device) -> Iterator[None]:
+def choose_kernels(options: Options, device: torch.device) -> Iterator[None]:
     """Fast kernels or deterministic ones, for the time of the training."""
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -1,0 +1,52 @@
+"""The benchmark of training runs, and the tables of the documentation are those of the records."""
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isda.experiments.report import update_markdown
+from isda.experiments.runs import load_runs
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "benchmarks" / "train.py"
+
+
+def run(*arguments: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_both_methods_are_timed(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "speed.csv"
+    flags = ("--data", "digits", "--networks", "resnet8", "--images", "48", "--device", "cpu")
+    printed = run(*flags, "--set", "batch_size=16", "--out", out)
+    rows = list(csv.DictReader(out.open()))
+    assert [(row["method"], row["batch_size"]) for row in rows] == [("ce", "16"), ("isda", "16")]
+    for row in rows:
+        # seconds of the whole set of digits at the measured rate
+        rate = float(row["images_per_second"])
+        assert float(row["seconds_per_epoch"]) == pytest.approx(1437 / rate, rel=0.01)
+    assert run("--table", out).strip() == "\n".join(printed.strip().splitlines()[-4:])
+
+
+def test_speed_table_is_that_of_its_record() -> None:
+    page = (ROOT / "docs" / "training.md").read_text()
+    table = page.split("<!-- table:train_h200 -->\n")[1].split("\n<!-- /table -->")[0]
+    assert table == run("--table", ROOT / "results" / "benchmarks" / "train_h200.csv").strip()
+
+
+def test_results_table_is_that_of_the_records(tmp_path: Path) -> None:
+    copy = tmp_path / "README.md"
+    shutil.copy(ROOT / "README.md", copy)
+    assert not update_markdown(copy, load_runs(ROOT / "results"))
