@@ -15,11 +15,14 @@ from isda.experiments.recipes import RECIPES, Recipe, get_recipe
 from isda.experiments.report import (
     comparison,
     comparison_table,
+    main,
     markdown_table,
     recipes_table,
+    report_markdown,
     sentence,
     update_markdown,
     write_comparison_page,
+    write_report_page,
 )
 from isda.experiments.runs import Run, load_runs
 
@@ -336,3 +339,114 @@ def test_broken_markers_are_refused(tmp_path, text):
     with pytest.raises(InputError, match="closed by"):
         update_markdown(path, [])
     assert path.read_text() == text
+
+
+RESULTS = Path(__file__).parents[1] / "results"
+FIRST = "cifar10-resnet110"
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """Two cells and their baseline in Tables 2 and 4, one pair outside, one run unfinished."""
+    folder = tmp_path_factory.mktemp("records")
+    errors = {"ce": (6.8, 6.7, 6.9), "isda": (6.3, 6.3, 6.4), "focal": (6.6, 6.9, 6.7)}
+    for method, values in errors.items():
+        for seed, error in enumerate(values):
+            make_run(folder, f"{FIRST}-{method}", seed, error)
+    for name, error in ((CE, 3.0), (ISDA, 2.0)):
+        make_run(folder, name, 0, error)
+    make_run(folder, f"{FIRST}-isda", 5, 1.0, epochs=3)
+    return folder
+
+
+def naive_row(folder: Path, method: str) -> list[str]:
+    """Row of a comparison with cross entropy, from the files, by numpy and scipy."""
+    names = [f"{FIRST}-ce", f"{FIRST}-{method}"]
+    one, other = ([raw_errors(folder, name)[seed] for seed in range(3)] for name in names)
+    interval = scipy.stats.ttest_rel(other, one).confidence_interval(0.95)
+    change = np.mean(other) - np.mean(one)
+    text = f"{change:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})".replace("-", "−")
+    significant = scipy.stats.ttest_rel(other, one).pvalue < 0.05
+    word = ("lower" if change < 0 else "higher") if significant else "not significant"
+    return [text, word, "0.510 → 0.510", "3.10 → 3.10", "3"]
+
+
+def naive_cell(folder: Path, method: str) -> str:
+    values = [raw_errors(folder, f"{FIRST}-{method}")[seed] for seed in range(3)]
+    return f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} (3)"
+
+
+def test_report_equals_the_raw_records(records):
+    text = report_markdown(load_runs(records))
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    isda, focal = naive_row(records, "isda"), naive_row(records, "focal")
+    assert (isda[1], focal[1]) == ("lower", "not significant")
+    assert rows.count([f"{FIRST}-isda", "ce", "−0.43", *isda]) == 2  # Tables 2 and 4
+    assert rows.count([f"{FIRST}-focal", "ce", "−0.08", *focal]) == 1
+    cells = {method: naive_cell(records, method) for method in ("ce", "isda", "focal")}
+    by_title = {}
+    for row in rows:
+        by_title.setdefault(row[0], []).append(row)
+    assert by_title["ResNet-110"][0][2:4] == ["6.76 ± 0.34", cells["ce"]]
+    assert by_title["ResNet-110 + ISDA"][0][2:4] == ["6.33 ± 0.19", cells["isda"]]
+    assert by_title["Focal Loss"][0][1:3] == ["6.68 ± 0.22", cells["focal"]]
+    assert by_title["Basic"][0][1:3] == ["6.76 ± 0.34", cells["ce"]]
+    assert by_title["ISDA"][0][1:3] == ["6.33 ± 0.19", cells["isda"]]
+    assert sum(row.count("·") for row in rows) == 114 - 5
+    assert "5 of the 114 cells" in text
+    assert "1 finds a significantly lower error, 1 finds no significant difference" in text
+    assert f"* {FIRST}-focal: The difference is not significant at 3 seeds: Focal loss " in text
+    assert "Left out because unfinished: 1." in text
+    assert [ISDA, "ce", "–", "−1.00", "too few seeds"] in [row[:5] for row in rows]
+
+
+def test_report_page(records, tmp_path):
+    path = tmp_path / "report.html"
+    write_report_page(path, load_runs(records))
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    for method, paper in (("isda", "−0.43"), ("focal", "−0.08")):
+        assert [f"{FIRST}-{method}", "ce", paper, *naive_row(records, method)] in page.rows
+    row = ["ResNet-110 + ISDA", "1.7M", "6.33 ± 0.19", naive_cell(records, "isda")]
+    assert [*row, "27.57 ± 0.46", "·"] in page.rows
+    assert [len(row) for row in page.rows if row[:1] == ["WGAN"]] == [9]
+    assert sum(row.count("·") for row in page.rows) == 114 - 5
+    assert "Not yet run: ce, isda." in text  # the Wide-ResNet's figure
+    assert "isda table 2 --cell cifar100/wide_resnet28_10" in text
+    assert "Not yet run: large_margin, disturb_label, center, lq, dropout, dropout_isda." in text
+    assert page.tags.count("svg") == 2 * 3 + 1  # each comparison once, and one figure
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    references = [value for key, value in page.attributes if key in ("href", "src", "xlink:href")]
+    assert {value[1:] for value in references if value} <= set(page.ids)
+    assert all(value is not None and value.startswith("#") for value in references)
+    assert len(page.ids) == len(set(page.ids))
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+    assert set(re.findall(r"var\((--[a-z]+)\)", text)) == set(re.findall(r"(--[a-z]+):", text))
+
+
+def test_report_of_nothing(tmp_path):
+    text = report_markdown([])
+    assert "0 of the 114 cells" in text
+    write_report_page(tmp_path / "report.html", [])
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "svg" not in page.tags
+    assert sum(row.count("·") for row in page.rows) == 114
+
+
+def test_report_command_on_the_kept_records(tmp_path, capsys):
+    page, readme = tmp_path / "report.html", tmp_path / "README.md"
+    readme.write_text("<!-- runs:cifar100-resnet32 -->\n<!-- /runs -->\n")
+    kept = tmp_path / "kept"
+    main(["--runs", str(RESULTS), "--export", str(kept), "--update", str(readme),
+          "--page", str(page)])  # fmt: skip
+    shown = capsys.readouterr().out
+    assert report_markdown(load_runs(kept)) in shown
+    assert f"{readme}: updated" in shown
+    for name in ("cifar100-resnet32-ce", "cifar100-resnet32-isda"):
+        values = list(raw_errors(RESULTS, name).values())
+        number = f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}"
+        assert f"{number} ({len(values)})" in shown
+        assert number in page.read_text(encoding="utf-8")
+        assert number in readme.read_text()

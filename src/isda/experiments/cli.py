@@ -1,35 +1,20 @@
-"""The command line: ``isda train | compare | report | cost | list``.
-
-To train is a recipe by name, with any of its fields changed by a flag, and how to train it.
-"""
+"""The command line: ``isda train | compare | search | table | report | cost | list``."""
 
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
 from isda._version import __version__
+from isda.experiments.arguments import Arguments, parse
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.recipes import DEFAULT, Recipe, baseline_of, get_recipe, run_name
-from isda.experiments.train import Options, Plan, train
+from isda.experiments.recipes import DEFAULT, baseline_of, run_name
+from isda.experiments.train import Plan, train
 
 __all__ = ["main"]
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    """What is trained: the recipe, any field of which can be changed."""
-
-    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
-    """How it is trained."""
-
-    seeds: tuple[int, ...] = (0,)
-    """One run for each seed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +46,9 @@ def _train(arguments: list[str]) -> None:
     """Train a recipe, one run per seed."""
     from isda.experiments.runs import summary
 
-    given, start, start_name = _parse("train", arguments, seeds=(0,))
+    given, start, start_name = parse(
+        Arguments, "train", arguments, description=_train.__doc__ or ""
+    )
     name = run_name(given.recipe, start, start_name)
     for run in train([Plan(name, given.recipe, seed) for seed in given.seeds], given.options):
         result = summary(run)
@@ -72,7 +59,13 @@ def _compare(arguments: list[str]) -> None:
     """Train a recipe with cross entropy and with ISDA, and tell the difference over seeds."""
     from isda.experiments.report import comparison, comparison_table, write_comparison_page
 
-    given, start, start_name = _parse("compare", arguments, seeds=(0, 1, 2))
+    given, start, start_name = parse(
+        Arguments,
+        "compare",
+        arguments,
+        description=_compare.__doc__ or "",
+        seeds=(0, 1, 2),
+    )
     recipe = given.recipe
     if recipe.method != "isda":
         raise InputError(f"method must be isda to be compared with ce, got {recipe.method!r}")
@@ -91,30 +84,25 @@ def _compare(arguments: list[str]) -> None:
     print(f"{comparison_table(result)}\n{page}")
 
 
+def _search(arguments: list[str]) -> None:
+    """Choose λ₀ on images held out of training, then train on all of them and test."""
+    from isda.experiments import search
+
+    search.main(arguments)
+
+
 def _report(arguments: list[str]) -> None:
-    """Print the table of finished runs, keep their records, and bring Markdown files up to date."""
-    from isda.experiments.report import markdown_table, update_markdown
-    from isda.experiments.runs import export, load_runs, summary
+    """Show the paper's tables with our numbers, keep records, and bring pages up to date."""
+    from isda.experiments import report
 
-    @dataclass(frozen=True)
-    class Arguments:
-        runs: Path = Path("runs")
-        """Folder of runs or of run records."""
+    report.main(arguments)
 
-        export: Path | None = None
-        """Copy the records of finished runs, without checkpoints, into this folder."""
 
-        update: tuple[Path, ...] = ()
-        """Markdown files whose tables, between <!-- runs:NAME --> marks, are made anew."""
+def _table(arguments: list[str]) -> None:
+    """Show a table of the paper with our numbers, or train what a cell of it needs."""
+    from isda.experiments import tables
 
-    given = tyro.cli(Arguments, args=arguments, prog="isda report", description=_report.__doc__)
-    runs = [run for run in load_runs(given.runs) if summary(run).finished]
-    if given.export is not None:
-        for run in runs:
-            print(export(run, given.export))
-    print(markdown_table(runs))
-    for path in given.update:
-        print(f"{path}: {'updated' if update_markdown(path, runs) else 'up to date'}")
+    tables.main(arguments)
 
 
 def _cost(arguments: list[str]) -> None:
@@ -129,18 +117,21 @@ def _list(arguments: list[str]) -> None:
     from isda.experiments.report import recipes_table
 
     @dataclass(frozen=True)
-    class Arguments:
-        results: Path = Path("results")
-        """Folder of run records."""
+    class Listed:
+        results: Path | None = None
+        """Folder of run records (default: results, if it is there)."""
 
-    given = tyro.cli(Arguments, args=arguments, prog="isda list", description=_list.__doc__)
-    print(recipes_table(given.results))
+    given = tyro.cli(Listed, args=arguments, prog="isda list", description=_list.__doc__)
+    usual = Path("results")
+    print(recipes_table(given.results or (usual if usual.is_dir() else None)))
 
 
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "compare": _compare,
+    "search": _search,
     "report": _report,
+    "table": _table,
     "cost": _cost,
     "list": _list,
 }
@@ -158,43 +149,6 @@ _USAGE = "\n".join(
         "  isda compare --data imagefolder:photos --network timm:resnet18 --epochs 30",
     ]
 )
-
-_OWN_IMAGES = Recipe(  # a start for images that no recipe is made for
-    data="imagefolder:PATH",
-    network="timm:resnet18",
-    epochs=90,
-    batch_size=64,
-    learning_rate=0.025,
-    weight_decay=1e-4,
-    lambda_0=0.5,
-    channels_last=True,
-)
-
-
-def _parse(
-    command: str, arguments: list[str], *, seeds: tuple[int, ...]
-) -> tuple[_Arguments, Recipe, str | None]:
-    """What was asked for, the recipe it started from, and that recipe's name if one was given."""
-    name = None
-    if arguments and not arguments[0].startswith("-"):
-        name, *arguments = arguments
-        start = get_recipe(name)
-    else:
-        own = any("imagefolder:" in word for word in arguments)
-        start = _OWN_IMAGES if own else get_recipe(DEFAULT)
-    given = tyro.cli(
-        _Arguments,
-        args=arguments,
-        default=_Arguments(start, Options(), seeds),
-        prog=f"isda {command} {name or '[RECIPE]'}",
-        description=_COMMANDS[command].__doc__,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
-    chosen = given.seeds
-    if len({*chosen}) != len(chosen) or not chosen or not 0 <= min(chosen) <= max(chosen) < 2**32:
-        listed = " ".join(map(str, chosen)) or "none"
-        raise InputError(f"seeds must be different numbers from 0 to 2³² - 1, got {listed}")
-    return given, start, name
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "comparison",
     "comparison_table",
     "create_side",
+    "environments",
     "page",
     "same_training",
     "sentence",
@@ -186,13 +187,6 @@ def write_comparison_page(path: Path | str, result: Comparison) -> None:
         (field, *(_setting(getattr(side.recipe, field)) for side in result.sides))
         for field in result.method.recipe.as_dict()
     ]
-    environments: dict[str, list[str]] = {}
-    for side in result.sides:
-        for run in side.runs.values():
-            for record in run.environments:
-                for key, value in record.items():
-                    if value is not None and str(value) not in environments.setdefault(key, []):
-                        environments[key].append(str(value))
     text = page(
         "compare.html",
         result=result,
@@ -207,12 +201,24 @@ def write_comparison_page(path: Path | str, result: Comparison) -> None:
         paper=[(side.label, PUBLISHED[side.name]) for side in result.sides
                if side.name in PUBLISHED],
         fields=fields,
-        environments=environments,
+        environments=environments(result.sides),
         error_curves=curves(result.lines, "test_error", f"{result.split} error, %"),
         loss_curves=curves(result.lines, "train_loss", "training loss"),
         last_epochs=min(LAST_EPOCHS, result.method.recipe.epochs),
     )  # fmt: skip
     Path(path).write_text(text, encoding="utf-8")
+
+
+def environments(sides: Iterable[Side]) -> dict[str, list[str]]:
+    """Versions, devices and commits of all runs: the values of each, once."""
+    found: dict[str, list[str]] = {}
+    for side in sides:
+        for run in side.runs.values():
+            for record in run.environments:
+                for key, value in record.items():
+                    if value is not None and str(value) not in found.setdefault(key, []):
+                        found[key].append(str(value))
+    return found
 
 
 def page(template: str, **content: Any) -> str:
@@ -228,11 +234,12 @@ def page(template: str, **content: Any) -> str:
     return engine.get_template(template).render(**content)
 
 
-def signed(change: Difference, digits: int = 2) -> str:
-    """``−0.69 (−1.20 to −0.18)``, or the mean alone where there is no interval."""
-    numbers = (change.mean, *(change.interval or ()))
-    texts = [_minus(f"{number:+z.{digits}f}") for number in numbers]
-    return texts[0] if change.interval is None else f"{texts[0]} ({texts[1]} to {texts[2]})"
+def signed(change: Difference | float, digits: int = 2) -> str:
+    """``−0.69 (−1.20 to −0.18)``, or the number alone where there is no interval."""
+    if isinstance(change, Difference):
+        ends = " to ".join(signed(end, digits) for end in change.interval or ())
+        return signed(change.mean, digits) + (f" ({ends})" if ends else "")
+    return _minus(f"{change:+z.{digits}f}")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -285,7 +292,7 @@ def _comparison_cells(result: Comparison) -> list[list[str]]:
 
 def _seed_difference(result: Comparison, seed: int) -> str:
     one, other = (side.errors.get(seed) for side in result.sides)
-    return "–" if one is None or other is None else _minus(f"{other - one:+z.2f}")
+    return "–" if one is None or other is None else signed(other - one)
 
 
 def _minus(text: str) -> str:

@@ -17,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
 from isda.experiments.bench import MeasuredCost, image_shape, isda_recipe, measured_cost
+from isda.experiments.comparison import text_table
 from isda.experiments.errors import InputError
 from isda.experiments.networks import create_network
 from isda.experiments.published import COST, Cost
-from isda.experiments.report import _text_table
 from isda.experiments.runs import environment
 from isda.experiments.train import join_processes
 
@@ -126,7 +126,7 @@ def cost_table(
             row.append(_cell(ce, ce.mebibytes, ".0f"))
             row += [_cell(case, case.added_mebibytes, "+.0f") for case in (diagonal, full)]
         rows.append(row)
-    return "\n".join([_text_table(header, rows), *_notes(theory, measured)])
+    return "\n".join([text_table(header, rows), *_notes(theory, measured)])
 
 
 def write_costs(

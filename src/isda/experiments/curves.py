@@ -32,7 +32,9 @@ class Line:
     colour: str
 
 
-def curves(lines: Sequence[Line], key: str, title: str, *, band: bool = True) -> Markup:
+def curves(
+    lines: Sequence[Line], key: str, title: str, *, band: bool = True, salt: str = ""
+) -> Markup:
     """Draw a metric of the epochs, mean over seeds, as an SVG that scales with the page.
 
     Args:
@@ -40,8 +42,9 @@ def curves(lines: Sequence[Line], key: str, title: str, *, band: bool = True) ->
         key: name of the metric.
         title: its name on the axis.
         band: shade from the least to the greatest seed.
+        salt: tells apart two pictures of the same on one page.
     """
-    salt = " ".join([key, *(str(run.folder) for line in lines for run in line.runs)])
+    salt = " ".join([salt, key, *(str(run.folder) for line in lines for run in line.runs)])
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
         figure = Figure(figsize=(4.4, 3.0), layout="constrained")
         axes = figure.subplots()

@@ -18,6 +18,7 @@ from isda.experiments.errors import InputError, unknown
 
 __all__ = [
     "DEFAULT",
+    "OWN_IMAGES",
     "RECIPES",
     "Recipe",
     "baseline_of",
@@ -441,3 +442,15 @@ RECIPES: dict[str, Recipe] = dict(_named())
 
 DEFAULT = "digits-resnet8-isda"
 """The recipe that needs no download and no GPU."""
+
+OWN_IMAGES = Recipe(
+    data="imagefolder:PATH",
+    network="timm:resnet18",
+    epochs=90,
+    batch_size=64,
+    learning_rate=0.025,
+    weight_decay=1e-4,
+    lambda_0=0.5,
+    channels_last=True,
+)
+"""A start for images that no recipe is made for."""

@@ -1,142 +1,106 @@
-"""Tables, curves and a page, from run records and the paper's numbers alone.
+"""``isda report``: the paper's tables, curves and a page, from run records alone.
 
 The result of a run is its mean test error over the last 10 epochs; of a recipe, mean ± standard
 deviation over seeds; of ISDA against its baseline, the difference with a 95 % interval.
 """
 
-import io
-import math
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import matplotlib
-from markupsafe import Markup
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+import tyro
 
+from isda.experiments.comparison import (
+    Comparison,
+    Side,
+    comparison,
+    comparison_table,
+    environments,
+    page,
+    same_training,
+    sentence,
+    signed,
+    text_table,
+    write_comparison_page,
+)
+from isda.experiments.curves import BASELINE, METHOD, OTHERS, Line, curves
 from isda.experiments.errors import InputError
+from isda.experiments.layout import DASH, NAMES, TABLES, cell_recipes
 from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import RECIPES, Recipe, baseline_of, differing_fields
-from isda.experiments.runs import LAST_EPOCHS, Run, Summary, load_runs, summary
-from isda.experiments.statistics import Difference, difference, estimate
+from isda.experiments.recipes import RECIPES, baseline_of
+from isda.experiments.runs import LAST_EPOCHS, Run, export, load_runs, summary
+from isda.experiments.statistics import estimate
+from isda.experiments.tables import (
+    markdown_rows,
+    ours,
+    pair_rows,
+    pairs,
+    pairs_markdown,
+    paper_sides,
+    section,
+    verdict,
+)
 
 __all__ = [
     "Comparison",
     "Side",
     "comparison",
     "comparison_table",
+    "main",
     "markdown_table",
     "recipes_table",
+    "report_markdown",
     "sentence",
     "update_markdown",
     "write_comparison_page",
+    "write_report_page",
 ]
 
 
 @dataclass(frozen=True)
-class Side:
-    """One side of a comparison: the finished runs of a recipe."""
+class _Arguments:
+    runs: Path = Path("runs")
+    """Folder of runs or of run records."""
 
-    name: str
-    """Name of the recipe."""
+    export: Path | None = None
+    """Copy the records of finished runs, without checkpoints, into this folder."""
 
-    recipe: Recipe
-    """The recipe of all these runs."""
+    update: tuple[Path, ...] = ()
+    """Markdown files whose tables, between <!-- runs:NAME --> marks, are made anew."""
 
-    runs: dict[int, Run]
-    """Run by seed."""
-
-    summaries: dict[int, Summary]
-    """Result by seed."""
-
-    unfinished: int
-    """Runs left out because they are not finished."""
-
-    @property
-    def label(self) -> str:
-        """Method in words, such as ``Cutout + ISDA``."""
-        words = {"ce": "Cross entropy", "isda": "ISDA", "autoaugment": "AutoAugment"}
-        parts = self.name.partition("+")[0].rpartition("-")[2].split("_")
-        return " + ".join(words.get(part, part.capitalize()) for part in parts)
-
-    @property
-    def errors(self) -> dict[int, float]:
-        """Error by seed, percent."""
-        return self.values(lambda result: result.error)
-
-    def values(self, quantity: Callable[[Summary], float | None]) -> dict[int, float]:
-        """A quantity of the results by seed, without the seeds that did not record it."""
-        values = {seed: quantity(result) for seed, result in self.summaries.items()}
-        return {seed: value for seed, value in values.items() if value is not None}
+    page: Path | None = None
+    """Write tables, comparisons and curves as one HTML page that needs nothing else."""
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A method beside its baseline."""
-
-    baseline: Side
-    method: Side
-    difference: Difference
-    """Error of the method minus that of the baseline, in points."""
-
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        return self.baseline, self.method
-
-    @property
-    def split(self) -> str:
-        """What was evaluated: the test set, or images held out for validation."""
-        return "validation" if self.method.recipe.hold_out else "test"
+def main(arguments: list[str]) -> None:
+    """Show the paper's tables with our numbers, keep records, and bring pages up to date."""
+    given = tyro.cli(_Arguments, args=arguments, prog="isda report", description=main.__doc__)
+    runs = load_runs(given.runs)
+    finished = [run for run in runs if summary(run).finished]
+    if given.export is not None:
+        for run in finished:
+            print(export(run, given.export))
+    print(report_markdown(runs))
+    for path in given.update:
+        print(f"{path}: {'updated' if update_markdown(path, finished) else 'up to date'}")
+    if given.page is not None:
+        write_report_page(given.page, runs)
+        print(given.page)
 
 
-def comparison(runs: Iterable[Run], baseline_name: str, method_name: str) -> Comparison:
-    """Compare the finished runs of two recipes.
-
-    Raises:
-        InputError: a side has no finished run, two of the same seed, or runs that differ in their
-            recipe.
-    """
-    runs = list(runs)
-    baseline, method = (_side(runs, name) for name in (baseline_name, method_name))
-    return Comparison(baseline, method, difference(baseline.errors, method.errors))
-
-
-def sentence(result: Comparison) -> str:
-    """The comparison in one sentence."""
-    change, interval = -result.difference.mean, result.difference.interval
-    counts = result.difference.counts
-    if result.difference.paired:
-        seeds = f"{counts[0]} paired seeds" if counts[0] > 1 else "1 seed"
-    else:
-        seeds = f"{counts[0]} and {counts[1]} seeds"
-    points = f"{abs(change):.2f}"
-    verb = "lowers" if change > 0 else "raises"
-    effect = f"{result.method.label} {verb} the {result.split} error by {points} points"
-    if float(points) == 0:
-        effect = f"{result.method.label} leaves the {result.split} error as it is"
-    if interval is None:
-        return f"{effect} ({seeds}); an interval needs at least 2 seeds on each side"
-    low, high = sorted((-interval[0], -interval[1]) if change > 0 else interval)
-    effect += _minus(f" (95 % interval {low:z.2f} to {high:z.2f}, {seeds})")
-    if not result.difference.significant:
-        at = seeds.replace("paired ", "")
-        return f"the difference is not significant at {at}: {effect}"
-    return effect
-
-
-def comparison_table(result: Comparison) -> str:
-    """The comparison as text: a table and a sentence."""
-    header, *rows = _comparison_cells(result)
-    notes = [_capital(sentence(result)) + "."]
-    left_out = sum(side.unfinished for side in result.sides)
-    if left_out:
-        notes.append(f"Left out: {left_out} unfinished {_plural('run', left_out)}.")
-    return "\n".join([_text_table(header, rows), "", *notes])
+def report_markdown(runs: Iterable[Run]) -> str:
+    """Tables 1 to 5 in the paper's layout with our numbers, and every comparison, as Markdown."""
+    found = _found(runs)
+    parts = [section(table, found.sides) for table in TABLES.values()]
+    if found.others:
+        parts += ["## Beyond the paper's tables", pairs_markdown(found.others)]
+    parts += ["## In words", " ".join(found.overview)]
+    parts += ["\n".join(f"* {name}: {words}" for name, words in found.sentences.items())]
+    return "\n\n".join(parts)
 
 
 def recipes_table(results: Path | str | None = None) -> str:
@@ -145,15 +109,15 @@ def recipes_table(results: Path | str | None = None) -> str:
     Args:
         results: folder of run records; those of a recipe changed by the user do not count.
     """
-    runs = load_runs(results) if results is not None and Path(results).is_dir() else []
+    runs = [] if results is None else load_runs(results)
     rows = []
     for name, recipe in RECIPES.items():
-        own = [run for run in runs if run.name == name and _same_training(run.recipe, recipe)]
+        own = [run for run in runs if run.name == name and same_training(run.recipe, recipe)]
         errors = [s.error for s in map(summary, own) if s.finished and s.error is not None]
         ours = f"{estimate(errors).format()} ({len(errors)})" if errors else "–"
         paper = str(PUBLISHED[name]) if name in PUBLISHED else "–"
         rows.append([name, paper, ours, f"{recipe.lambda_0:g}", str(recipe.epochs)])
-    return _text_table(["recipe", "paper %", "ours % (runs)", "λ₀", "epochs"], rows)
+    return text_table(["recipe", "paper %", "ours % (runs)", "λ₀", "epochs"], rows)
 
 
 def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
@@ -171,14 +135,13 @@ def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
     rows = []
     for name in sorted(methods, key=_order):
         result = comparison(runs, baseline_of(name), name)
-        paper = [str(PUBLISHED.get(side.name, "–")) for side in result.sides]
-        ours = [estimate(list(side.errors.values())).format() for side in result.sides]
+        paper = [str(PUBLISHED.get(side.name, DASH)) for side in result.sides]
+        ours = [side.result for side in result.sides]
         count = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
-        rows.append([f"`{name}`", *paper, *ours, _signed(result.difference), count])
+        rows.append([f"`{name}`", *paper, *ours, signed(result.difference), count])
     header = ["recipe", "paper: baseline", "paper: ISDA", "ours: baseline", "ours: ISDA"]
     header += ["difference (95 % interval)", "seeds"]
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_rows(header, rows, pad=False)
 
 
 def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
@@ -208,184 +171,146 @@ def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
     return updated != text
 
 
-def write_comparison_page(path: Path | str, result: Comparison) -> None:
-    """Write the comparison as one HTML page that needs nothing else: no network, no scripts."""
-    header, *rows = _comparison_cells(result)
-    seeds = sorted({seed for side in result.sides for seed in side.runs})
-    fields = [
-        (field, *(_setting(getattr(side.recipe, field)) for side in result.sides))
-        for field in result.method.recipe.as_dict()
+def write_report_page(path: Path | str, runs: Iterable[Run]) -> None:
+    """Write tables, comparisons and curves as one HTML page: no network, no scripts."""
+    found = _found(runs)
+    sections: list[dict[str, Any]] = []
+    for table in TABLES.values():
+        header, *rows = pair_rows(pairs(table, found.sides), table.published)
+        own = [
+            r for r in pairs(table, found.sides) if found.table_of[r.method.name] == table.number
+        ]
+        sections.append({"table": table, "header": header, "rows": rows, "details": own})
+    header, *rows = pair_rows(found.others)
+    text = page(
+        "report.html",
+        overview=found.overview,
+        sections=sections,
+        others={"header": header, "rows": rows, "details": found.others},
+        ours=lambda cell: ours(cell, found.sides),
+        sentences=found.sentences,
+        figures=[_figure(*figure, found.sides) for figure in _FIGURES],
+        curves=curves,
+        names=NAMES,
+        environments=environments([*found.sides.values(), *found.other_sides]),
+        last_epochs=LAST_EPOCHS,
+    )
+    Path(path).write_text(text, encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the records hold."""
+
+    sides: dict[str, Side]
+    """The paper's recipes."""
+
+    table_of: dict[str, int]
+    """The table in which a method is compared first."""
+
+    results: list[Comparison]
+    """Comparisons of the paper's tables, each once."""
+
+    others: list[Comparison]
+    """ISDA against its baseline in other recipes."""
+
+    outside: int
+    """Finished runs that belong to no cell and no comparison."""
+
+    unfinished: int
+
+    @property
+    def other_sides(self) -> list[Side]:
+        return [side for result in self.others for side in result.sides]
+
+    @property
+    def sentences(self) -> dict[str, str]:
+        """Every comparison in words, by recipe."""
+        words = {r.method.name: sentence(r) for r in [*self.results, *self.others]}
+        return {name: text[0].upper() + text[1:] + "." for name, text in words.items()}
+
+    @property
+    def overview(self) -> list[str]:
+        """How much was run, and how it came out, in sentences."""
+        cells = [cell for table in TABLES.values() for cell in table.cells if cell.recipe]
+        run = sum(cell.recipe in self.sides for cell in cells)
+        words = [
+            f"{run} of the {len(cells)} cells of Tables 1 to 5 that a recipe trains have been run."
+        ]
+        verdicts = Counter(verdict(result.difference) for result in self.results)
+        if verdicts:
+            found = [f"{count} {_VERDICTS[word][count > 1]}" for word, count in verdicts.items()]
+            total = f"Of {len(self.results)} comparisons with a baseline, {', '.join(found)}."
+            one = f"The one comparison with a baseline {found[0].removeprefix('1 ')}."
+            words.append(one if len(self.results) == 1 else total)
+        if self.unfinished:
+            words.append(f"Left out because unfinished: {self.unfinished}.")
+        if self.outside:
+            words.append(f"Finished runs that belong to no cell and no comparison: {self.outside}.")
+        return words
+
+
+def _found(runs: Iterable[Run]) -> _Found:
+    runs = list(runs)
+    sides = paper_sides(runs)
+    table_of: dict[str, int] = {}
+    results = []
+    for table in TABLES.values():
+        for result in pairs(table, sides):
+            if result.method.name not in table_of:
+                table_of[result.method.name] = table.number
+                results.append(result)
+    finished = [run for run in runs if summary(run).finished]
+    names = {run.name for run in finished}
+    in_tables = {cell.recipe for table in TABLES.values() for cell in table.cells}
+    others = [
+        comparison(finished, baseline_of(name), name)
+        for name in sorted(names - in_tables)
+        if name.endswith("isda") and baseline_of(name) in names - in_tables
     ]
-    environments: dict[str, list[str]] = {}
-    for side in result.sides:
-        for run in side.runs.values():
-            for record in run.environments:
-                for key, value in record.items():
-                    if value is not None and str(value) not in environments.setdefault(key, []):
-                        environments[key].append(str(value))
-    template = files("isda.experiments").joinpath("compare.html").read_text(encoding="utf-8")
-    engine = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    page = engine.from_string(template).render(
-        result=result,
-        verdict=_capital(sentence(result)) + ".",
-        header=header,
-        rows=rows,
-        seeds=[
-            (seed, *(_optional(side.errors.get(seed)) for side in result.sides),
-             _seed_difference(result, seed))
-            for seed in seeds
-        ],
-        paper=[(side.label, PUBLISHED[side.name]) for side in result.sides
-               if side.name in PUBLISHED],
-        fields=fields,
-        environments=environments,
-        error_curves=_curves(result, "test_error", f"{result.split} error, %"),
-        loss_curves=_curves(result, "train_loss", "training loss"),
-        last_epochs=min(LAST_EPOCHS, result.method.recipe.epochs),
-    )  # fmt: skip
-    Path(path).write_text(page, encoding="utf-8")
+    used = sum(len(side.runs) for side in sides.values() if side.name in in_tables)
+    used += sum(len(side.runs) for result in others for side in result.sides)
+    return _Found(sides, table_of, results, others, len(finished) - used, len(runs) - len(finished))
 
 
-def _side(runs: Sequence[Run], name: str) -> Side:
-    own = [(run, summary(run)) for run in runs if run.name == name]
-    finished = [(run, result) for run, result in own if result.finished]
-    if not finished:
-        raise InputError(f"no finished run of {name!r} to compare")
-    first = finished[0][0]
-    for run, _ in finished[1:]:
-        if not _same_training(run.recipe, first.recipe):
-            fields = ", ".join(differing_fields(run.recipe, first.recipe))
-            raise InputError(f"{run.folder} and {first.folder} differ in {fields}")
-    by_seed = {run.seed: run for run, _ in finished}
-    if len(by_seed) < len(finished):
-        raise InputError(f"two runs of {name!r} have the same seed")
-    results = {run.seed: result for run, result in finished}
-    return Side(name, first.recipe, by_seed, results, len(own) - len(finished))
+# The paper's curve figures: title, table and cell that train what they show.
+_FIGURES = (
+    ("Wide-ResNet-28-10 on CIFAR-100 (Figure 2)", 2, "cifar100/wide_resnet28_10"),
+    ("ResNet-110 on CIFAR-10 (Appendix D)", 4, "cifar10/resnet110"),
+    ("ResNet-110 on CIFAR-100 (Appendix D)", 4, "cifar100/resnet110"),
+)
 
 
-def _same_training(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes differ at most in how fast they run."""
-    return differing_fields(one, other).keys() <= {"channels_last", "compile"}
+def _figure(title: str, table: int, cell: str, sides: Mapping[str, Side]) -> dict[str, Any]:
+    """A figure of the paper as far as there are records, and what is missing for the rest."""
+    recipes = cell_recipes(table, cell)
+    training = recipes[0].rpartition("-")[0]
+    colours = {f"{training}-ce": BASELINE, f"{training}-isda": METHOD}
+    rest = itertools.cycle(OTHERS)
+    colours |= {name: next(rest) for name in recipes if name not in colours}
+    lines = [
+        Line(sides[name].label, list(sides[name].runs.values()), colours[name])
+        for name in recipes
+        if name in sides
+    ]
+    picture = None
+    if lines:
+        band = len(lines) < 4
+        picture = curves(lines, "test_error", "test error, %", band=band, salt=title)
+    missing = [name.rpartition("-")[2] for name in recipes if name not in sides]
+    command = f"isda table {table} --cell {cell} --resume"
+    return {"title": title, "picture": picture, "missing": missing, "command": command}
 
 
-def _comparison_cells(result: Comparison) -> list[list[str]]:
-    """Header, then one row per quantity: baseline, method, difference."""
-    rows = [["", *(side.label for side in result.sides), "difference (95 % interval)"]]
-    quantities: dict[str, tuple[int, Callable[[Summary], float | None]]] = {
-        f"{result.split} error, %": (2, lambda s: s.error),
-        "NLL": (3, lambda s: s.loss),
-        "ECE, %": (2, lambda s: None if s.ece is None else 100 * s.ece),
-    }
-    for title, (digits, quantity) in quantities.items():
-        sides = [side.values(quantity) for side in result.sides]
-        if all(sides):
-            cells = [estimate(list(values.values())).format(digits) for values in sides]
-            rows.append([title, *cells, _signed(difference(*sides), digits)])
-    seconds = [side.values(lambda s: s.seconds / s.epochs) for side in result.sides]
-    rows.append(["s / epoch", *(estimate(list(v.values())).format() for v in seconds), ""])
-    return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
-
-
-def _curves(result: Comparison, key: str, title: str) -> Markup:
-    """Mean over seeds against the epoch, in a band from least to greatest, as inline SVG."""
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key, "font.size": 10}):
-        figure = Figure(figsize=(4.4, 3.0), layout="constrained")
-        axes = figure.subplots()
-        framed: list[float] = []  # what the frame has to show: all but the first quarter
-        for side, colour in zip(result.sides, (_BASELINE, _METHOD), strict=True):
-            records = [run.metrics() for run in side.runs.values()]
-            epochs = list(zip(*([epoch[key] for epoch in run] for run in records), strict=True))
-            mean = [sum(values) / len(values) for values in epochs]
-            x = range(1, len(epochs) + 1)
-            low, high = ([pick(values) for values in epochs] for pick in (min, max))
-            axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(x, mean, color=colour, linewidth=1.6, label=side.label)
-            late = slice(len(epochs) // 4, None)
-            framed += filter(math.isfinite, low[late] + high[late])
-        bottom, top = min(framed, default=0.0), max(framed, default=1.0)
-        margin = 0.08 * (top - bottom) or 0.5
-        axes.set_ylim(max(bottom - margin, 0.0), top + margin)
-        axes.set_xlim(1, max(2, result.method.recipe.epochs))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("epoch", color=_INK)
-        axes.set_ylabel(title, color=_INK)
-        axes.grid(color=_INK, alpha=0.15, linewidth=0.6)
-        axes.tick_params(colors=_INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_INK)
-        axes.legend(frameon=False, labelcolor=_INK)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in both pictures
-    svg = re.sub(
-        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r' height="[^"]*pt"', "", svg, count=1)
-    )
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{title} against epoch"', 1)
-    for colour, variable in _VARIABLES.items():
-        svg = svg.replace(colour, f"var({variable})")
-    return Markup(svg)
-
-
-# Colours that matplotlib draws with; the page sets them, for light and for dark screens.
-_INK, _BASELINE, _METHOD = "#010203", "#040506", "#070809"
-_VARIABLES = {_INK: "--ink", _BASELINE: "--baseline", _METHOD: "--method"}
-
-
-def _signed(change: Difference, digits: int = 2) -> str:
-    numbers = (change.mean, *(change.interval or ()))
-    texts = [_minus(f"{number:+z.{digits}f}") for number in numbers]
-    return texts[0] if change.interval is None else f"{texts[0]} ({texts[1]} to {texts[2]})"
-
-
-def _seed_difference(result: Comparison, seed: int) -> str:
-    one, other = (side.errors.get(seed) for side in result.sides)
-    return "–" if one is None or other is None else _minus(f"{other - one:+z.2f}")
-
-
-def _minus(text: str) -> str:
-    return text.replace("-", "−")
-
-
-def _optional(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+_VERDICTS = {  # of one comparison, of several
+    "lower": ("finds a significantly lower error", "find a significantly lower error"),
+    "higher": ("finds a significantly higher error", "find a significantly higher error"),
+    "not significant": ("finds no significant difference", "find no significant difference"),
+    "too few seeds": ("has too few seeds for an interval", "have too few seeds for an interval"),
+}
 
 
 def _order(name: str) -> tuple[int, str]:
     """Recipes in the paper's order, then others by name."""
     names = list(RECIPES)
     return (names.index(name) if name in names else len(names), name)
-
-
-def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """First column to the left, the others to the right."""
-    padded = [[*row, *[""] * (len(header) - len(row))] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in padded
-    ]
-    return "\n".join([lines[0], "─" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else word + "s"

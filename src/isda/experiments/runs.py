@@ -25,7 +25,16 @@ from isda._version import __version__
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import Recipe, differing_fields
 
-__all__ = ["Run", "RunError", "Summary", "environment", "export", "load_runs", "summary"]
+__all__ = [
+    "Run",
+    "RunError",
+    "Summary",
+    "environment",
+    "export",
+    "load_runs",
+    "summary",
+    "write_text",
+]
 
 LAST_EPOCHS = 10
 """Epochs at the end of a run whose mean test error is its result, as in the paper."""
@@ -135,7 +144,7 @@ class Run:
                 "checkpoint is"
             )
         text = "".join(json.dumps(record) + "\n" for record in kept)
-        _write_text(self.folder / "metrics.jsonl", text)
+        write_text(self.folder / "metrics.jsonl", text)
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint; until the new one is whole on disk, the old one stays.
@@ -288,10 +297,11 @@ def _write_config(
         "recipe": recipe.as_dict(),
         "environments": environments,
     }
-    _write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
-def _write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a small file beside its place and rename it: it is there whole, or as it was."""
     new = path.with_name(path.name + ".new")
     with _writing(new, undo=True):
         with open(new, "w", encoding="utf-8") as file:

@@ -8,21 +8,20 @@ makes with the same fields, so a search that was killed goes on as they do.
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 
 from isda import distributed
-from isda.experiments.cli import _OWN_IMAGES
+from isda.experiments.arguments import Arguments, parse, require_seeds
 from isda.experiments.comparison import text_table
 from isda.experiments.data import load_data
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import DEFAULT, RECIPES, Recipe, baseline_of, get_recipe, run_name
-from isda.experiments.runs import Run, _write_text, summary
+from isda.experiments.recipes import RECIPES, Recipe, baseline_of, run_name
+from isda.experiments.runs import Run, summary, write_text
 from isda.experiments.statistics import Estimate, estimate
 from isda.experiments.train import Options, Plan, join_processes, train
 
@@ -113,8 +112,8 @@ def search(
     if candidates is None:
         candidates = _IMAGENET_CANDIDATES if recipe.data == "imagenet" else _CANDIDATES
     _require_candidates(candidates)
-    _require_seeds("seeds", seeds)
-    _require_seeds("final_seeds", final_seeds)
+    require_seeds("seeds", seeds)
+    require_seeds("final_seeds", final_seeds)
     if hold_out is None:
         hold_out = recipe.hold_out or _default_hold_out(recipe, options)
     if hold_out < 1:
@@ -140,7 +139,7 @@ def search(
     whole = replace(recipe, lambda_0=begun.lambda_0, hold_out=0)
     path = options.out / f"{named(whole)}.search.json"
     result = SearchResult(tuple(trials), trials[len(shown) + int(number)], final[0], path)
-    _write_text(path, json.dumps(_record(result, options.out), indent=2) + "\n")
+    write_text(path, json.dumps(_record(result, options.out), indent=2) + "\n")
     return result
 
 
@@ -166,21 +165,7 @@ def search_table(result: SearchResult) -> str:
 
 def main(arguments: list[str]) -> None:
     """Choose λ₀ on held-out training images, then train on all and tell the test error."""
-    name = None
-    if arguments and not arguments[0].startswith("-"):
-        name, *arguments = arguments
-        start = get_recipe(name)
-    else:
-        own = any("imagefolder:" in word for word in arguments)
-        start = _OWN_IMAGES if own else get_recipe(DEFAULT)
-    given = tyro.cli(
-        _Arguments,
-        args=arguments,
-        default=_Arguments(start),
-        prog=f"isda search {name or '[RECIPE]'}",
-        description=main.__doc__,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    given, start, name = parse(_Arguments, "search", arguments, description=main.__doc__ or "")
     if given.recipe.method == "isda" and given.recipe.lambda_0 != start.lambda_0:
         raise InputError("lambda_0 is what is searched for: give its values as --candidates")
     result = search(
@@ -198,19 +183,10 @@ def main(arguments: list[str]) -> None:
 
 
 @dataclass(frozen=True)
-class _Arguments:
-    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    """What is trained: the recipe, any field of which can be changed but lambda_0. Without
-    --hold-out a tenth of the training images is held out (of ImageNet 50,000)."""
-
-    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
-    """How it is trained."""
-
+class _Arguments(Arguments):
     candidates: tuple[float, ...] | None = None
-    """Values of lambda_0 (default: 0.1 0.25 0.5 0.75 1; for imagenet 1 2.5 5 7.5 10)."""
-
-    seeds: tuple[int, ...] = (0,)
-    """One run of every candidate for each seed."""
+    """Values of lambda_0 (default: 0.1 0.25 0.5 0.75 1; for imagenet 1 2.5 5 7.5 10). Without
+    --hold-out a tenth of the training images is held out (of ImageNet 50,000)."""
 
     final_seeds: tuple[int, ...] = (0, 1, 2)
     """One run on all images for each seed."""
@@ -219,7 +195,7 @@ class _Arguments:
     """Train plain cross entropy beside the candidates."""
 
 
-_CANDIDATES = (0.1, 0.25, 0.5, 0.75, 1.0)  # Section 4.1, as is the next line
+_CANDIDATES = (0.1, 0.25, 0.5, 0.75, 1.0)  # these and the next: Section 4.1
 _IMAGENET_CANDIDATES = (1.0, 2.5, 5.0, 7.5, 10.0)
 _HOLD_OUT = {"cifar10": 5_000, "cifar100": 5_000, "imagenet": 50_000}
 
@@ -282,12 +258,6 @@ def _require_candidates(candidates: Sequence[float]) -> None:
     if not candidates or not valid or len({*candidates}) != len(candidates):
         listed = " ".join(f"{lambda_0:g}" for lambda_0 in candidates) or "none"
         raise InputError(f"candidates must be different numbers >= 0, got {listed}")
-
-
-def _require_seeds(argument: str, seeds: Sequence[int]) -> None:
-    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
-        listed = " ".join(map(str, seeds)) or "none"
-        raise InputError(f"{argument} must be different numbers from 0 to 2³² - 1, got {listed}")
 
 
 def _require_free(names: Sequence[str], seeds: Sequence[int], options: Options) -> None:

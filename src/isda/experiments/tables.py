@@ -1,121 +1,55 @@
-"""Tables 1 to 5 in the paper's layout, and ``isda table``, which shows one or trains a cell of it.
-
-A cell is addressed as ``DATA/NETWORK/METHOD``, the parts of its recipe's name. What it needs is its
-recipe and the one it is compared with; the rows of the GANs have no recipe and are kept as printed.
-"""
+"""The paper's tables with our numbers, and ``isda table``: show one, or train what a cell needs."""
 
 import dataclasses
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from isda.experiments.arguments import require_seeds
 from isda.experiments.comparison import (
+    Comparison,
     Side,
+    compare,
     comparison,
     comparison_table,
     create_side,
     same_training,
+    signed,
 )
-from isda.experiments.errors import InputError, unknown
-from isda.experiments.published import ABLATION, COST, METHODS, PARAMETERS, PUBLISHED, Result
-from isda.experiments.recipes import RECIPES, Recipe, baseline_of, get_recipe, run_name
-from isda.experiments.runs import Run, load_runs, summary
+from isda.experiments.errors import InputError
+from isda.experiments.layout import (
+    DASH,
+    TABLES,
+    Cell,
+    Table,
+    cell_recipes,
+    find_cells,
+    get_table,
+)
+from isda.experiments.published import PUBLISHED, Result
+from isda.experiments.recipes import RECIPES, Recipe, get_recipe, run_name
+from isda.experiments.runs import Run, Summary, load_runs, summary
+from isda.experiments.statistics import Difference, estimate
 from isda.experiments.train import Options, Plan, train
 
 __all__ = [
     "TABLES",
-    "Cell",
-    "Table",
     "cell_recipes",
     "main",
     "markdown_rows",
+    "ours",
+    "pair_rows",
+    "pairs",
+    "pairs_markdown",
     "paper_sides",
+    "section",
     "table_markdown",
+    "verdict",
 ]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A number of the paper."""
-
-    address: str
-    """``DATA/NETWORK/METHOD``."""
-
-    paper: Result
-    """The number as printed."""
-
-    recipe: str | None
-    """Recipe that trains it; None for a GAN."""
-
-    baseline: str | None
-    """Recipe that it is compared with; None for a baseline."""
-
-    @property
-    def printed(self) -> str:
-        """The paper's number, top-5 error included."""
-        return str(self.paper) + (f" / {self.paper.top5}" if self.paper.top5 is not None else "")
-
-    @property
-    def missing(self) -> str:
-        """What stands in place of our number where there is none."""
-        return EMPTY if self.recipe else "GAN"
-
-
-Row = tuple["str | Cell", ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table as the paper prints it."""
-
-    number: int
-    title: str
-    columns: tuple[str, ...]
-    blocks: tuple[tuple[Row, ...], ...]
-    """Rows, in the groups that the paper puts rules between."""
-
-    spans: tuple[tuple[str, int], ...] = ()
-    """The line above the columns: text and number of columns."""
-
-    note: str = ""
-    """What a reader has to know about our side of it."""
-
-    @property
-    def rows(self) -> list[Row]:
-        return [row for block in self.blocks for row in block]
-
-    @property
-    def cells(self) -> list[Cell]:
-        return [entry for row in self.rows for entry in row if isinstance(entry, Cell)]
-
-
-EMPTY, DASH = "·", "–"
-LEGEND = f"{EMPTY} not yet run   {DASH} not in the paper   GAN: no recipe trains it"
-
-
-def cell_recipes(table: int, cell: str) -> list[str]:
-    """Recipes that a cell needs, baselines first.
-
-    >>> cell_recipes(2, "cifar100/resnet32")
-    ['cifar100-resnet32-ce', 'cifar100-resnet32-isda']
-    >>> cell_recipes(4, "cifar10/resnet110/focal")
-    ['cifar10-resnet110-ce', 'cifar10-resnet110-focal']
-
-    Args:
-        table: number of the table.
-        cell: ``DATA/NETWORK/METHOD``, or ``DATA/NETWORK`` for all methods of the table.
-    """
-    recipes = [
-        name for found in _find(table, cell) for name in (found.baseline, found.recipe) if name
-    ]
-    if not recipes:
-        raise InputError(f"cell {cell} is a GAN's: no recipe trains it")
-    names = list(RECIPES)
-    return sorted(set(recipes), key=names.index)
 
 
 def paper_sides(runs: Iterable[Run]) -> dict[str, Side]:
@@ -133,28 +67,88 @@ def paper_sides(runs: Iterable[Run]) -> dict[str, Side]:
 
 
 def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
-    """The table with a column for our numbers beside each of the paper's, as aligned Markdown."""
-    width = [1] * len(table.columns)
-    for row in table.rows:
-        for place, entry in enumerate(row):
-            width[place] = 2 if isinstance(entry, Cell) else width[place]
-    spans = [text for text, count in table.spans for _ in range(count)] or [""] * len(width)
+    """The table as aligned Markdown, a column for our numbers beside each of the paper's."""
+    ours_too = [table.has_cells(column) for column in range(len(table.columns))]
+    over = [text for text, count in table.spans for _ in range(count)] or [""] * len(ours_too)
     header: list[str] = []
-    for column, over, places in zip(table.columns, spans, width, strict=True):
-        title = f"{over}, {column}" if over and places > 1 else column
-        header += [title] if places == 1 else [f"{title}: paper", "ours (seeds)"]
+    for title, above, both in zip(table.columns, over, ours_too, strict=True):
+        twice = table.columns.count(title) > 1
+        header += [f"{above} {title}" if twice else title, *["ours (n)"] * both]
     rows: list[list[str]] = []
     for row in table.rows:
-        cells: list[str] = []
-        for entry, places in zip(row, width, strict=True):
+        rows.append([])
+        for entry, both in zip(row, ours_too, strict=True):
             if isinstance(entry, Cell):
-                cells += [entry.printed, _ours(entry, sides)]
+                rows[-1] += [entry.printed, ours(entry, sides)]
             else:
-                cells += [entry, *[""] * (places - 1)]
-        rows.append(cells)
-    numbers = [place for place, count in enumerate(width) for _ in range(count)]
-    left = {number for number, place in enumerate(numbers) if width[place] == 1}
-    return markdown_rows(header, rows, left)
+                rows[-1] += [entry, *[""] * both]
+    return markdown_rows(header, rows, left=range(ours_too.index(True)))
+
+
+def section(table: Table, sides: Mapping[str, Side]) -> str:
+    """The table with its title, marks and comparisons, as Markdown."""
+    parts = [f"## Table {table.number}. {table.title}", table_markdown(table, sides)]
+    parts.append(f"Beside each number of the paper ours: mean ± std over n seeds. {table.legend}")
+    results = pairs(table, sides)
+    return "\n\n".join([*parts, pairs_markdown(results, table.published)] if results else parts)
+
+
+def ours(cell: Cell, sides: Mapping[str, Side]) -> str:
+    """Our number for a cell with the number of seeds, or what stands in its place."""
+    side = sides.get(cell.recipe or "")
+    return cell.missing if side is None else f"{side.result} ({len(side.errors)})"
+
+
+def pairs(table: Table, sides: Mapping[str, Side]) -> list[Comparison]:
+    """Each method of the table with its baseline, where there are records of both."""
+    return [
+        compare(sides[cell.baseline], sides[cell.recipe])
+        for cell in table.cells
+        if cell.baseline and cell.recipe and {cell.baseline, cell.recipe} <= sides.keys()
+    ]
+
+
+def pair_rows(
+    results: Iterable[Comparison], published: Mapping[str, Result] = PUBLISHED
+) -> list[list[str]]:
+    """Header, then one row per comparison: what it comes to, and whether that is significant."""
+    rows = [["recipe", "against", "paper", "ours (95 % interval)"]]
+    rows[0] += ["verdict", "NLL", "ECE, %", "seeds"]
+    for result in results:
+        one, other = (published.get(side.name) for side in result.sides)
+        paper = signed(other.mean - one.mean) if one and other else DASH
+        counts = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
+        rows.append(
+            [
+                result.method.name,
+                result.baseline.name.rpartition("-")[2],
+                paper,
+                signed(result.difference),
+                verdict(result.difference),
+                _change(result, lambda s: s.loss, 3),
+                _change(result, lambda s: None if s.ece is None else 100 * s.ece, 2),
+                counts,
+            ]
+        )
+    return rows
+
+
+def pairs_markdown(
+    results: Iterable[Comparison], published: Mapping[str, Result] = PUBLISHED
+) -> str:
+    """Comparisons as aligned Markdown."""
+    header, *rows = pair_rows(results, published)
+    title = "Differences of the test error from the baseline's, in points; baseline → method:"
+    return f"{title}\n\n{markdown_rows(header, rows, left=(0, 1))}"
+
+
+def verdict(change: Difference) -> str:
+    """The difference in a word or two."""
+    if change.interval is None:
+        return "too few seeds"
+    if not change.significant:
+        return "not significant"
+    return "lower" if change.mean < 0 else "higher"
 
 
 def markdown_rows(
@@ -168,7 +162,10 @@ def markdown_rows(
             for n, width in enumerate(widths)]  # fmt: skip
     widths = [max(width, len(text)) if pad else 0 for width, text in zip(widths, rule, strict=True)]
     lines = [
-        [cell.ljust(widths[n]) if n in left else cell.rjust(widths[n]) for n, cell in enumerate(line)]
+        [
+            cell.ljust(widths[n]) if n in left else cell.rjust(widths[n])
+            for n, cell in enumerate(line)
+        ]
         for line in (header, rule, *rows)
     ]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -201,9 +198,11 @@ class _Arguments:
     """How it is trained."""
 
     def changed(self, recipe: Recipe) -> Recipe:
-        given = {"epochs": self.epochs, "batch_size": self.batch_size}
-        changes = {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(recipe, **changes)
+        return dataclasses.replace(
+            recipe,
+            epochs=recipe.epochs if self.epochs is None else self.epochs,
+            batch_size=recipe.batch_size if self.batch_size is None else self.batch_size,
+        )
 
 
 def main(arguments: list[str]) -> None:
@@ -215,22 +214,18 @@ def main(arguments: list[str]) -> None:
         description=main.__doc__,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    table = _table(given.table)
+    table = get_table(given.table)
     if given.cell is None:
         if given != _Arguments(given.table, results=given.results):
             raise InputError("cell must be given to train: isda table N --cell DATA/NETWORK")
         folder = given.results or Path("results")
         runs = load_runs(folder) if given.results or folder.is_dir() else []
-        print(f"Table {table.number}. {table.title}\n\n{table_markdown(table, paper_sides(runs))}")
-        print(f"\n{LEGEND}" + (f"\n{table.note}" if table.note else ""))
+        print(section(table, paper_sides(runs)))
         return
     if given.results is not None:
         raise InputError("results must not be given with --cell; --out is where its runs go")
     recipes = cell_recipes(given.table, given.cell)
-    seeds = given.seeds
-    if len({*seeds}) != len(seeds) or not seeds or not 0 <= min(seeds) <= max(seeds) < 2**32:
-        listed = " ".join(map(str, seeds)) or "none"
-        raise InputError(f"seeds must be different numbers from 0 to 2³² - 1, got {listed}")
+    require_seeds("seeds", given.seeds)
     if given.dry_run:
         for name in recipes:
             print(shlex.join(["isda", "train", name, *_flags(given)]))
@@ -240,10 +235,10 @@ def main(arguments: list[str]) -> None:
     for name in recipes:
         recipe = given.changed(get_recipe(name))
         names[name] = run_name(recipe, get_recipe(name), name)
-        plans += [Plan(names[name], recipe, seed) for seed in seeds]
+        plans += [Plan(names[name], recipe, seed) for seed in given.seeds]
     runs = train(plans, given.options)
     if runs:  # else a rank that does not write
-        print(_trained(_find(given.table, given.cell), names, runs))
+        print(_trained(find_cells(given.table, given.cell), names, runs))
 
 
 def _trained(cells: Iterable[Cell], names: Mapping[str, str], runs: list[Run]) -> str:
@@ -260,9 +255,11 @@ def _trained(cells: Iterable[Cell], names: Mapping[str, str], runs: list[Run]) -
                         *comparisons])  # fmt: skip
 
 
-def _ours(cell: Cell, sides: Mapping[str, Side]) -> str:
-    side = sides.get(cell.recipe or "")
-    return cell.missing if side is None else f"{side.result} ({len(side.errors)})"
+def _change(result: Comparison, quantity: Callable[[Summary], float | None], digits: int) -> str:
+    sides = [list(side.values(quantity).values()) for side in result.sides]
+    if not all(sides):
+        return DASH
+    return " → ".join(f"{estimate(values).mean:.{digits}f}" for values in sides)
 
 
 def _flags(given: _Arguments) -> Iterator[str]:
@@ -278,49 +275,3 @@ def _flags(given: _Arguments) -> Iterator[str]:
                 yield f"--{flag}" if value else f"--no-{flag}"
             else:
                 yield from (f"--{flag}", str(value))
-
-
-def _table(number: int) -> Table:
-    if number not in TABLES:
-        raise InputError(f"table must be one of {', '.join(map(str, TABLES))}, got {number}")
-    return TABLES[number]
-
-
-def _find(table: int, address: str) -> list[Cell]:
-    cells = _table(table).cells
-    address = address.strip("/")
-    found = [cell for cell in cells if address in (cell.address, cell.address.rpartition("/")[0])]
-    if not found:
-        groups = [cell.address.rpartition("/")[0] for cell in cells]
-        known = dict.fromkeys([*groups, *(cell.address for cell in cells)])
-        raise unknown(f"cell of Table {table}", address, known)
-    return found
-
-
-def _cell(recipe: str, paper: Result | None = None, baseline: str | None = None) -> Cell:
-    if recipe.endswith("isda"):
-        baseline = baseline_of(recipe)
-    address = "/".join(recipe.split("-"))
-    return Cell(address, PUBLISHED[recipe] if paper is None else paper, recipe, baseline)
-
-
-_NAMES = {
-    "resnet50": "ResNet-50",
-    "resnet101": "ResNet-101",
-    "resnet152": "ResNet-152",
-    "densenet121": "DenseNet-BC-121",
-    "densenet265": "DenseNet-BC-265",
-    "resnext50_32x4d": "ResNeXt-50, 32x4d",
-    "resnext101_32x8d": "ResNeXt-101, 32x8d",
-    "resnet32": "ResNet-32",
-    "resnet110": "ResNet-110",
-    "se_resnet110": "SE-ResNet-110",
-    "wide_resnet16_8": "Wide-ResNet-16-8",
-    "wide_resnet28_10": "Wide-ResNet-28-10",
-    "resnext29_8x64d": "ResNeXt-29, 8x64d",
-    "densenet_bc100_12": "DenseNet-BC-100-12",
-    "densenet_bc190_40": "DenseNet-BC-190-40",
-    "shake_shake26_2x32d": "Shake-Shake (26, 2x32d)",
-    "shake_shake26_2x112d": "Shake-Shake (26, 2x112d)",
-}
-_DATA = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}

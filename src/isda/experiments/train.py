@@ -287,6 +287,9 @@ def join_processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
     if not ranked:
         yield device, 0, 1
         return
+    if dist.is_initialized():  # by a caller that trains more than once
+        yield device, dist.get_rank(), dist.get_world_size()
+        return
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield device, dist.get_rank(), dist.get_world_size()

@@ -1,0 +1,68 @@
+"""Arguments of the commands that train: a recipe by name, any field of it changed by a flag."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from isda.experiments.errors import InputError
+from isda.experiments.recipes import DEFAULT, OWN_IMAGES, Recipe, get_recipe
+from isda.experiments.train import Options
+
+__all__ = ["Arguments", "parse", "require_seeds"]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What every command that trains takes."""
+
+    recipe: Annotated[Recipe, tyro.conf.arg(name="")]
+    """What is trained: the recipe, any field of which can be changed."""
+
+    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
+    """How it is trained."""
+
+    seeds: tuple[int, ...] = (0,)
+    """One run for each seed."""
+
+
+_Given = TypeVar("_Given", bound=Arguments)
+
+
+def parse(
+    kind: type[_Given], command: str, arguments: list[str], *, description: str, **defaults: Any
+) -> tuple[_Given, Recipe, str | None]:
+    """What was asked for, the recipe it started from, and that recipe's name if one was given.
+
+    Args:
+        kind: the command's arguments.
+        command: its name.
+        arguments: words of the command line behind the command; a recipe's name comes first.
+        description: what the command does, for its help.
+        defaults: of fields of ``kind`` beside the recipe.
+    """
+    name = None
+    if arguments and not arguments[0].startswith("-"):
+        name, *arguments = arguments
+        start = get_recipe(name)
+    else:
+        own = any("imagefolder:" in word for word in arguments)
+        start = OWN_IMAGES if own else get_recipe(DEFAULT)
+    given = tyro.cli(
+        kind,
+        args=arguments,
+        default=kind(start, **defaults),
+        prog=f"isda {command} {name or '[RECIPE]'}",
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    require_seeds("seeds", given.seeds)
+    return given, start, name
+
+
+def require_seeds(argument: str, seeds: Sequence[int]) -> None:
+    """Seeds must be there, differ, and fit into 32 bits."""
+    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
+        listed = " ".join(map(str, seeds)) or "none"
+        raise InputError(f"{argument} must be different numbers from 0 to 2³² - 1, got {listed}")

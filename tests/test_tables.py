@@ -1,0 +1,241 @@
+"""The paper's tables: layout as printed, a recipe for every cell, our numbers from records."""
+
+import shlex
+
+import numpy as np
+import pytest
+from test_report import make_run, raw_errors
+
+from isda.experiments import cli, tables
+from isda.experiments.errors import InputError
+from isda.experiments.layout import Cell
+from isda.experiments.published import PUBLISHED, Result
+from isda.experiments.recipes import RECIPES, differing_fields
+from isda.experiments.runs import load_runs
+from isda.experiments.tables import TABLES, cell_recipes, paper_sides, section, table_markdown
+
+GANS = ("wgan", "cgan", "acgan", "infogan")
+TRAINED = [(number, cell) for number, table in TABLES.items() for cell in table.cells
+           if cell.recipe]  # fmt: skip
+CE, ISDA = "cifar100-resnet32-ce", "cifar100-resnet32-isda"
+
+
+def test_layout_is_the_papers():
+    shapes = {n: (len(t.blocks), len(t.rows), len(t.columns)) for n, t in TABLES.items()}
+    assert shapes == {1: (3, 7, 6), 2: (8, 16, 4), 3: (2, 6, 6), 4: (3, 13, 5), 5: (3, 6, 3)}
+    assert all(len(row) == len(table.columns) for table in TABLES.values() for row in table.rows)
+    assert all(sum(n for _, n in t.spans) in (0, len(t.columns)) for t in TABLES.values())
+    assert {n: len(t.cells) for n, t in TABLES.items()} == {1: 14, 2: 32, 3: 24, 4: 46, 5: 12}
+
+    def printed(number: int, row: int) -> list[str]:
+        return [e.printed if isinstance(e, Cell) else e for e in TABLES[number].rows[row]]
+
+    assert printed(1, 4) == [
+        "DenseNet-BC-265",
+        "33.3M",
+        "21.9 / 6.1",
+        "21.2 / 6.0",
+        "0.24%",
+        "5.4%",
+    ]
+    assert printed(2, 9) == ["Wide-ResNet-28-10 + ISDA", "36.5M", "3.58 ± 0.15", "17.98 ± 0.15"]
+    assert printed(2, 14) == ["DenseNet-BC-190-40", "25.6M", "3.52", "17.74"]
+    assert printed(3, 5) == ["CIFAR-100", "Shake-Shake (26, 2x112d)", "17.34 ± 0.28",
+                             "16.24 ± 0.20", "15.21 ± 0.20", "13.87 ± 0.26"]  # fmt: skip
+    assert printed(4, 5) == ["WGAN", "6.63 ± 0.23", "–", "3.81 ± 0.08", "–"]
+    assert printed(4, 9) == ["Basic", "6.76 ± 0.34", "28.67 ± 0.44", "–", "–"]
+    assert printed(4, 12) == ["ISDA + Dropout", "5.98 ± 0.20", "26.35 ± 0.30", "3.58 ± 0.15",
+                              "17.98 ± 0.15"]  # fmt: skip
+    assert printed(5, 0) == ["Basic", "3.82 ± 0.15", "18.58 ± 0.10"]
+    assert printed(5, 3) == ["Single covariance matrix", "3.67 ± 0.07", "18.29 ± 0.13"]
+
+
+@pytest.mark.parametrize(("number", "cell"), TRAINED, ids=lambda v: getattr(v, "address", str(v)))
+def test_every_cell_has_a_recipe_with_its_number(number, cell):
+    recipe = RECIPES[cell.recipe]
+    data, network, _ = cell.address.split("/")
+    assert (recipe.data, recipe.network) == (data, network)
+    if (number, cell.recipe) == (5, "cifar100-wide_resnet28_10-ce"):
+        assert (cell.paper, PUBLISHED[cell.recipe]) == (Result(18.58, 0.10), Result(18.53, 0.07))
+    else:
+        assert cell.paper == PUBLISHED[cell.recipe]
+    needed = cell_recipes(number, cell.address)
+    assert needed == ([cell.baseline] if cell.baseline else []) + [cell.recipe]
+    assert cell.recipe in cell_recipes(number, f"{data}/{network}")
+    if recipe.method == "isda":
+        assert cell.baseline
+    if cell.baseline:
+        own = {"method", "lambda_0", "noise_rate", "covariance", "ramp"}
+        changed = differing_fields(RECIPES[cell.baseline], recipe).keys()
+        assert changed == {"drop_rate"} if cell.recipe.endswith("dropout") else changed <= own
+
+
+def test_rows_and_columns_are_what_their_titles_say():
+    """Titles of rows and columns against the fields of the recipes in them."""
+    for number, table in TABLES.items():
+        for row in table.rows:
+            for title, entry in zip(table.columns, row, strict=True):
+                if not isinstance(entry, Cell) or not entry.recipe:
+                    continue
+                recipe = RECIPES[entry.recipe]
+                words = f"{row[0]} {title}"
+                if number < 5:
+                    assert (recipe.method == "isda") == ("ISDA" in words)
+                if title in ("CIFAR-10", "CIFAR-100"):
+                    assert recipe.data == title.lower().replace("-", "")
+                if number == 3:
+                    assert recipe.data == row[0].lower().replace("-", "")
+                    assert ("autoaugment" in recipe.augment) == ("AA" in title)
+                    assert "cutout" in recipe.augment
+                if number == 4:
+                    assert (recipe.drop_rate > 0) == (
+                        "Dropout" in words or recipe.network == "wide_resnet28_10"
+                    )
+                    assert recipe.method.replace("_", " ")[:5] in f"{words.lower()} ce"
+    assert [RECIPES[row[1].recipe].covariance for row in TABLES[5].rows] == [
+        "full", "identity", "diagonal", "shared", "full", "full"
+    ]  # fmt: skip
+    assert [RECIPES[row[1].recipe].ramp for row in TABLES[5].rows][4:] == ["constant", "epoch"]
+
+
+def test_gan_cells_say_so():
+    gans = [cell for cell in TABLES[4].cells if cell.recipe is None]
+    assert len(gans) == 14
+    assert {cell.address.rpartition("/")[2] for cell in gans} == {*GANS}
+    assert all(cell.recipe for n in (1, 2, 3, 5) for cell in TABLES[n].cells)
+    text = table_markdown(TABLES[4], {})
+    lines = [line for line in text.splitlines() if "GAN" in line]
+    assert [line.count(" GAN |") for line in lines] == [2, 4, 4, 4]
+    for cell in gans:
+        with pytest.raises(InputError, match="no recipe trains it"):
+            cell_recipes(4, cell.address)
+
+
+def test_what_cells_need():
+    shake = "cifar10-shake_shake26_2x32d"
+    assert cell_recipes(1, "imagenet/resnet50") == [
+        "imagenet-resnet50-ce",
+        "imagenet-resnet50-isda",
+    ]
+    assert cell_recipes(2, "cifar100/resnet32") == [CE, ISDA]
+    assert cell_recipes(3, "cifar10/shake_shake26_2x32d/autoaugment_isda") == [
+        f"{shake}-autoaugment", f"{shake}-autoaugment_isda"
+    ]  # fmt: skip
+    assert len(cell_recipes(3, "cifar10/shake_shake26_2x32d")) == 4
+    assert cell_recipes(4, "cifar10/resnet110/dropout_isda") == [
+        "cifar10-resnet110-dropout", "cifar10-resnet110-dropout_isda"
+    ]  # fmt: skip
+    assert len(cell_recipes(4, "cifar100/resnet110")) == 9  # all but the GANs
+    assert cell_recipes(5, "cifar10/wide_resnet28_10/constant_isda") == [
+        "cifar10-wide_resnet28_10-ce", "cifar10-wide_resnet28_10-constant_isda"
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="did you mean cifar100/resnet32"):
+        cell_recipes(2, "cifar100/resnet23")
+    with pytest.raises(InputError, match="unknown cell of Table 5"):
+        cell_recipes(5, "cifar100/resnet32")
+    with pytest.raises(InputError, match="1, 2, 3, 4, 5, got 6"):
+        cell_recipes(6, "cifar100/resnet32")
+
+
+@pytest.fixture
+def planned(monkeypatch, tmp_path):
+    """What would be trained: plans and options; the records are made up."""
+    calls = []
+
+    def train(plans, options):
+        calls.append((plans, options))
+        return [make_run(tmp_path / "trained", p.name.partition("+")[0], p.seed, 30.0 + p.seed / 10
+                         - (p.recipe.method == "isda"), epochs=None)
+                for p in plans if "+" not in p.name]  # fmt: skip
+
+    monkeypatch.setattr(tables, "train", train)
+    monkeypatch.setattr(cli, "train", lambda plans, options: calls.append((plans, options)) or [])
+    return calls
+
+
+def test_cell_is_trained_with_its_baseline(planned, capsys, tmp_path):
+    tables.main(["2", "--cell", "cifar100/resnet32", "--out", str(tmp_path), "--resume"])
+    ((plans, options),) = planned
+    assert [(p.name, p.seed) for p in plans] == [(n, s) for n in (CE, ISDA) for s in (0, 1, 2)]
+    assert all(plan.recipe == RECIPES[plan.name] for plan in plans)
+    assert (options.out, options.resume) == (tmp_path, True)
+    text = capsys.readouterr().out
+    raw = {name: list(raw_errors(tmp_path / "trained", name).values()) for name in (CE, ISDA)}
+    for name, paper in ((CE, "31.20 ± 0.41"), (ISDA, "30.27 ± 0.34")):
+        number = f"{np.mean(raw[name]):.2f} ± {np.std(raw[name], ddof=1):.2f} (3)"
+        assert f"| {paper} | {number} |" in text
+    assert "ISDA lowers the test error by 1.00 points" in text
+
+
+def test_changed_cell(planned):
+    arguments = ["4", "--cell", "cifar10/resnet110/focal", "--seeds", "5", "--epochs", "2"]
+    tables.main([*arguments, "--batch-size", "8"])
+    ((plans, _),) = planned
+    assert [(p.name, p.seed, p.recipe.epochs, p.recipe.batch_size) for p in plans] == [
+        (f"cifar10-resnet110-{method}+epochs=2+batch_size=8", 5, 2, 8) for method in ("ce", "focal")
+    ]
+
+
+def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
+    arguments = ["3", "--cell", "cifar10/wide_resnet28_10/cutout_isda", "--seeds", "3", "4",
+                 "--epochs", "7", "--out", "some where", "--download", "--no-capture"]  # fmt: skip
+    tables.main([*arguments, "--dry-run"])
+    assert planned == []
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert [command[:2] for command in commands] == [["isda", "train"]] * 2
+    for command in commands:
+        assert cli.main(command[1:]) == 0
+    tables.main(arguments)
+    *alone, together = planned
+    assert [plan for plans, _ in alone for plan in plans] == together[0]
+    assert {options for _, options in planned} == {together[1]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["7"], "table must be one of"),
+        (["2", "--cell", "cifar100/resnet32", "--seeds", "1", "1"], "seeds must be different"),
+        (["2", "--cell", "cifar100/resnet32", "--results", "x"], "results must not be given"),
+        (["2", "--epochs", "3"], "cell must be given"),
+        (["2", "--dry-run"], "cell must be given"),
+        (["2", "--results", "nowhere"], "no folder"),
+        (["4", "--cell", "cifar10/resnet110/wgan"], "is a GAN's"),
+    ],
+)
+def test_mistakes(planned, arguments, message):
+    with pytest.raises(InputError, match=message):
+        tables.main(arguments)
+    assert planned == []
+
+
+def test_table_of_records(tmp_path, capsys):
+    for seed, (one, other) in enumerate([(31.0, 30.2), (30.6, 30.1)]):
+        make_run(tmp_path, CE, seed, one)
+        make_run(tmp_path, ISDA, seed, other)
+    make_run(tmp_path, ISDA, 7, 1.0, epochs=12)  # unfinished
+    make_run(tmp_path / "changed", ISDA, 8, 1.0, lambda_0=0.25)  # not the paper's recipe
+    tables.main(["2", "--results", str(tmp_path)])
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = {row[0]: row for row in cells}
+    sides = [list(raw_errors(tmp_path, name).values())[:2] for name in (CE, ISDA)]
+    ours = [f"{np.mean(side):.2f} ± {np.std(side, ddof=1):.2f} (2)" for side in sides]
+    assert rows["ResNet-32"] == ["ResNet-32", "0.5M", "7.39 ± 0.10", "·", "31.20 ± 0.41", ours[0]]
+    assert rows["ResNet-32 + ISDA"][-2:] == ["30.27 ± 0.34", ours[1]]
+    assert text.count("· |") == 30  # 32 cells, two of them run
+    assert rows[ISDA][1:3] == ["ce", "−0.93"]
+    assert len({len(line) for line in text.splitlines() if line.startswith("| ResNet")}) == 1
+
+
+def test_difference_is_that_of_the_table(tmp_path):
+    """Table 5 prints another baseline than Table 2 for the same network."""
+    names = [f"cifar100-wide_resnet28_10-{method}" for method in ("ce", "isda")]
+    for name in names:
+        make_run(tmp_path, name, 0, 18.0)
+    sides = paper_sides(load_runs(tmp_path))
+    for number, paper in ((2, "−0.55"), (4, "−0.55"), (5, "−0.60")):
+        (line,) = [line for line in section(TABLES[number], sides).splitlines() if names[1] in line]
+        assert f" {paper} |" in line
+        assert "too few seeds" in line
