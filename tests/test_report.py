@@ -297,7 +297,8 @@ def test_recipes_table(out, tmp_path):
     make_run(tmp_path / "changed", ISDA, 8, 3.0, lambda_0=0.1)  # not this recipe: does not count
     row = next(line for line in recipes_table(tmp_path).splitlines() if line.startswith(ISDA))
     assert expected_numbers(out)[1] + " (3)" in row
-    assert recipes_table(tmp_path / "nowhere") == text
+    with pytest.raises(InputError, match="no folder"):
+        recipes_table(tmp_path / "nowhere")
 
 
 def test_markdown_table(out):
