@@ -57,23 +57,28 @@ def _update_class_by_class(
     count: Tensor, mean: Tensor, covariance: Tensor, features: Tensor, target: Tensor, decay: float
 ) -> None:
     order = target.argsort(stable=True)
-    order = order[int((target < 0).sum()) :]
+    order = order[int((target < 0).sum()) :]  # (N',)
     batch_count = torch.bincount(target[order], minlength=len(count))
-    shares = sample_share(count, batch_count, decay, mean.dtype).tolist()
-    present = batch_count.nonzero().flatten().tolist()
-    for index, rows in zip(present, order.split(batch_count[present].tolist()), strict=True):
-        share = shares[index]
-        batch = features[rows].to(mean.dtype)
-        batch_mean = batch.mean(0)
-        shift = batch_mean - mean[index]
-        batch = torch.cat(  # one product gives both terms of Eq. 10
-            [
-                (batch - batch_mean) * (share / len(rows)) ** 0.5,
-                shift[None] * (share * (1 - share)) ** 0.5,
-            ]
-        )
-        covariance[index].addmm_(batch.T, batch, beta=1 - share)  # Eq. 10
-        mean[index].add_(shift, alpha=share)  # Eq. 9
+    present = batch_count.nonzero().flatten()  # (P,)
+    number = batch_count[present]
+    slots = torch.arange(len(present), device=target.device)
+    slot = slots.repeat_interleave(number)  # (N',)
+    share = sample_share(count[present], number, decay, mean.dtype)
+    batch = features[order].to(mean.dtype)
+    total = batch.new_zeros(len(present), batch.shape[1]).index_add_(0, slot, batch)
+    batch_mean = total / number[:, None]
+    shift = batch_mean - mean[present]  # (P, A)
+    # of every class its centred samples, then its shift: one product gives both terms of Eq. 10
+    rows = batch.new_empty(len(order) + len(present), batch.shape[1])
+    scale = (share / number).sqrt()[slot]
+    rows[torch.arange(len(order), device=target.device) + slot] = (
+        batch - batch_mean[slot]
+    ) * scale[:, None]
+    rows[number.cumsum(0) + slots] = shift * (share * (1 - share)).sqrt()[:, None]
+    parts = rows.split((number + 1).tolist())
+    for index, part, weight in zip(present.tolist(), parts, share.tolist(), strict=True):
+        covariance[index].addmm_(part.T, part, beta=1 - weight)  # Eq. 10
+    mean[present] += share[:, None] * shift  # Eq. 9
     count += batch_count  # Eq. 11
 
 
