@@ -172,23 +172,24 @@ class PlainLoop:
                 average[name].copy_(value)
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float, float, float]:
+    def evaluate(self) -> tuple[float, float, float, float]:
         network = self.average if self.recipe.ema else self.network
         network.eval()
         logits = network(scaled(self.data, self.data.test_images).float()).double()
         network.train()
-        wrong, nll, bins = 0, 0.0, [[0.0, 0.0] for _ in range(15)]
+        wrong, missed, nll, bins = 0, 0, 0.0, [[0.0, 0.0] for _ in range(15)]
         for row, target in zip(logits, self.data.test_target.tolist(), strict=True):
             probabilities = row.softmax(0)
             confidence, prediction = probabilities.max(0)
             wrong += int(prediction != target)
+            missed += int((row > row[target]).sum() >= 5)
             nll -= math.log(probabilities[target])
             accumulated = bins[math.ceil(confidence.item() * 15) - 1]
             accumulated[0] += confidence.item()
             accumulated[1] += float(prediction == target)
         number = len(logits)
         ece = sum(abs(confidence - right) for confidence, right in bins) / number
-        return 100 * wrong / number, nll / number, ece
+        return 100 * wrong / number, nll / number, ece, 100 * missed / number
 
 
 VARIANTS = {
@@ -247,10 +248,11 @@ def test_a_lane_equals_a_plain_loop(name: str, data: ImageArrays, device: torch.
         if recipe.momentum:
             for value, other in zip(lane._momentum(), plain.velocity, strict=True):
                 torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-3)
-        error, nll, ece = plain.evaluate()
+        error, nll, ece, top5_error = plain.evaluate()
         assert result[1] == pytest.approx(error, abs=100 / 101 * 1.01)  # one image on the border
         assert result[2] == pytest.approx(nll, rel=2e-3)
         assert result[3] == pytest.approx(ece, abs=1.5 / 101)
+        assert result[4] == pytest.approx(top5_error, abs=100 / 101 * 1.01)
         assert lane.network.training
     assert int(lane.steps) == 3 * recipe.epochs
 

@@ -1,5 +1,6 @@
 """The paper's tables: layout as printed, a recipe for every cell, our numbers from records."""
 
+import json
 import shlex
 
 import numpy as np
@@ -12,7 +13,14 @@ from isda.experiments.layout import Cell
 from isda.experiments.published import PUBLISHED, Result
 from isda.experiments.recipes import RECIPES, differing_fields
 from isda.experiments.runs import load_runs
-from isda.experiments.tables import TABLES, cell_recipes, paper_sides, section, table_markdown
+from isda.experiments.tables import (
+    TABLES,
+    cell_recipes,
+    ours,
+    paper_sides,
+    section,
+    table_markdown,
+)
 
 GANS = ("wgan", "cgan", "acgan", "infogan")
 TRAINED = [(number, cell) for number, table in TABLES.items() for cell in table.cells
@@ -239,3 +247,18 @@ def test_difference_is_that_of_the_table(tmp_path):
         (line,) = [line for line in section(TABLES[number], sides).splitlines() if names[1] in line]
         assert f" {paper} |" in line
         assert "too few seeds" in line
+
+
+def test_top_5_error_beside_top_1(tmp_path):
+    """Table 1 has both; records without the top-5 error show the top-1 error alone."""
+    name = "imagenet-resnet50-isda"
+    for seed, top5 in enumerate((6.0, 7.0)):
+        make_run(tmp_path, name, seed, 21.0 + seed)
+        path = tmp_path / name / str(seed) / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text(
+            "".join(json.dumps({**line, "test_top5_error": top5}) + "\n" for line in lines)
+        )
+    cell = next(cell for cell in TABLES[1].cells if cell.recipe == name)
+    top1 = ours(cell, paper_sides(load_runs(tmp_path))).partition(" / ")
+    assert top1[2] == "6.50 ± 0.71 (2)"

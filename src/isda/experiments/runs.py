@@ -205,6 +205,9 @@ class Summary:
     ece: float | None
     """Expected calibration error, a fraction, the same mean."""
 
+    top5_error: float | None
+    """Top-5 test error, percent, the same mean."""
+
     epochs: int
     """Epochs done."""
 
@@ -227,6 +230,7 @@ def summary(run: Run) -> Summary:
         error=last("test_error"),
         loss=last("test_loss"),
         ece=last("test_ece"),
+        top5_error=last("test_top5_error"),
         epochs=len(records),
         finished=len(records) >= run.recipe.epochs,
         seconds=sum(record.get("seconds", 0.0) for record in records),

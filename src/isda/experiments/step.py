@@ -77,7 +77,7 @@ class Lane:
         self.total_loss = torch.zeros((), device=device)  # over the images of the epoch
         self.network_key = draws.key(seed, _NETWORK, device=device)
         self.step_key = torch.zeros_like(self.network_key)  # of the network's random layers
-        self.results = torch.zeros(3, device=device)  # test error, loss, calibration error
+        self.results = torch.zeros(4, device=device)  # see evaluate
         self._random = bind_draws(self.network, self.step_key) > 0
 
         self.parameters = list(self.network.parameters())
@@ -198,7 +198,10 @@ class Lane:
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Test error in percent, negative log likelihood, calibration error: into ``results``."""
+        """Error, negative log likelihood, calibration error and top-5 error on the test images.
+
+        They go into ``results``; errors are percentages.
+        """
         network = self.network if self.average is None else self.average
         network.eval()
         parts = []
@@ -213,7 +216,10 @@ class Lane:
             logits, target = logits[target >= 0], target[target >= 0]
         error = (logits.argmax(1) != target).float().mean()
         calibration = expected_calibration_error(logits.softmax(1), target)
-        self.results.copy_(torch.stack([100 * error, F.cross_entropy(logits, target), calibration]))
+        best = logits.topk(min(5, logits.shape[1])).indices  # (N, 5)
+        top5_error = (best != target[:, None]).all(1).float().mean()
+        loss = F.cross_entropy(logits, target)
+        self.results.copy_(torch.stack([100 * error, loss, calibration, 100 * top5_error]))
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor that a step changes."""

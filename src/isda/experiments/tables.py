@@ -96,7 +96,11 @@ def section(table: Table, sides: Mapping[str, Side]) -> str:
 def ours(cell: Cell, sides: Mapping[str, Side]) -> str:
     """Our number for a cell with the number of seeds, or what stands in its place."""
     side = sides.get(cell.recipe or "")
-    return cell.missing if side is None else f"{side.result} ({len(side.errors)})"
+    if side is None:
+        return cell.missing
+    top5 = list(side.values(lambda result: result.top5_error).values())
+    second = f" / {estimate(top5).format()}" if cell.paper.top5 is not None and top5 else ""
+    return f"{side.result}{second} ({len(side.errors)})"
 
 
 def pairs(table: Table, sides: Mapping[str, Side]) -> list[Comparison]:

@@ -168,7 +168,7 @@ def _metrics(
     lane: Lane, epoch: int, result: list[float], seconds: float, side_by_side: int
 ) -> dict[str, Any]:
     recipe = lane.recipe
-    loss, error, test_loss, calibration = result
+    loss, error, test_loss, calibration, top5_error = result
     return {
         "epoch": epoch,
         "learning_rate": recipe.learning_rate_at(epoch),
@@ -177,6 +177,7 @@ def _metrics(
         "test_error": error,
         "test_loss": test_loss,
         "test_ece": calibration,
+        "test_top5_error": top5_error,
         "seconds": seconds,  # the run's share of the time of all side by side
         "images_per_second": lane.num_images / seconds,
         "side_by_side": side_by_side,
