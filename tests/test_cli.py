@@ -340,6 +340,30 @@ def test_compare_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(header) >= 3
 
 
+@pytest.mark.slow
+def test_report_of_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bundled recipes at full length: the page has the numbers of the raw records."""
+    assert main(["compare", "--seeds", "0", "1", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["report", "--page", "report.html"]) == 0
+    printed = capsys.readouterr().out
+    means: dict[str, list[float]] = {}
+    for key in ("test_error", "test_loss", "test_ece"):
+        for method in ("ce", "isda"):
+            files = [Path(f"runs/digits-resnet8-{method}/{seed}/metrics.jsonl") for seed in (0, 1)]
+            last = [file.read_text().splitlines()[-10:] for file in files]
+            values = [json.loads(line)[key] for lines in last for line in lines]
+            means.setdefault(key, []).append(sum(values) / 20)
+    difference = means["test_error"][1] - means["test_error"][0]
+    page = Path("report.html").read_text(encoding="utf-8")
+    rows = [row for row in cells_of(page) if row[0] == "digits-resnet8-isda"]
+    assert len(rows) == 1
+    assert rows[0][3].replace("−", "-").startswith(f"{difference:+z.2f} (")
+    assert rows[0][5] == " → ".join(f"{value:.3f}" for value in means["test_loss"])
+    assert rows[0][6] == " → ".join(f"{100 * value:.2f}" for value in means["test_ece"])
+    assert all(cell in printed for cell in rows[0])
+
+
 CHANGED = "+epochs=2+batch_size=16+image_size=32"
 
 
