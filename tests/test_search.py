@@ -173,7 +173,7 @@ def test_few_images_of_many_classes(
     arrays = load_data("digits")
     assert isinstance(arrays, ImageArrays)
     few = replace(arrays, train_target=arrays.train_target[:60])
-    monkeypatch.setattr(module, "load_data", lambda *_, **__: few)
+    monkeypatch.setattr(module, "load_images", lambda *_, **__: few)
     stand_in = trainer(lambda *_: 1.0)
     search(DIGITS)
     assert stand_in.calls[0][0].recipe.hold_out == 10

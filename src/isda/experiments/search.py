@@ -18,12 +18,11 @@ import torch
 from isda import distributed
 from isda.experiments.arguments import Arguments, parse, require_seeds
 from isda.experiments.comparison import text_table
-from isda.experiments.data import load_data
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import RECIPES, Recipe, baseline_of, run_name
 from isda.experiments.runs import Run, summary, write_text
 from isda.experiments.statistics import Estimate, estimate
-from isda.experiments.train import Options, Plan, join_processes, train
+from isda.experiments.train import Options, Plan, join_processes, load_images, train
 
 __all__ = ["SearchResult", "Trial", "main", "search", "search_table"]
 
@@ -243,13 +242,7 @@ def _record(result: SearchResult, out: Path) -> dict[str, Any]:
 def _default_hold_out(recipe: Recipe, options: Options) -> int:
     if recipe.data in _HOLD_OUT:
         return _HOLD_OUT[recipe.data]
-    data = load_data(
-        recipe.data,
-        root=options.data_root,
-        skip_unreadable=options.skip_unreadable,
-        image_size=recipe.image_size,
-        workers=options.workers,
-    )
+    data = load_images(recipe, options)
     return max(len(data.train_target) // 10, data.num_classes)
 
 

@@ -27,7 +27,7 @@ from isda.experiments.recipes import Recipe
 from isda.experiments.runs import Run, RunError
 from isda.experiments.step import Company, Lane
 
-__all__ = ["Options", "Plan", "choose_kernels", "join_processes", "train"]
+__all__ = ["Options", "Plan", "choose_kernels", "join_processes", "load_images", "train"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,19 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
                 _restore(lane, runs.get(number))
             _train_together(lanes, [runs.get(number) for number in group], options)
     return [runs[number] for number in sorted(runs)]
+
+
+def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
+    """Data of a recipe, in memory or on disk; what it holds out is the test part."""
+    data = load_data(
+        recipe.data,
+        root=options.data_root,
+        download=options.download,
+        skip_unreadable=options.skip_unreadable,
+        image_size=recipe.image_size,
+        workers=options.workers,
+    )
+    return data.hold_out(recipe.hold_out) if recipe.hold_out else data
 
 
 def _train_together(lanes: list[Lane], runs: Sequence[Run | None], options: Options) -> None:
@@ -224,16 +237,7 @@ def _groups(
     waiting = list(range(len(plans)))
     while waiting:
         first = plans[waiting[0]].recipe
-        data = load_data(
-            first.data,
-            root=options.data_root,
-            download=options.download,
-            skip_unreadable=options.skip_unreadable,
-            image_size=first.image_size,
-            workers=options.workers,
-        )
-        if first.hold_out:
-            data = data.hold_out(first.hold_out)
+        data = load_images(first, options)
         if isinstance(data, ImageArrays):
             data = data.to(device)
         same = [n for n in waiting if _same_steps(plans[n].recipe, first)]
