@@ -439,3 +439,24 @@ def test_failed_attach_leaves_no_hook():
 
 def test_public_names():
     assert all(hasattr(isda, name) for name in isda.__all__)
+
+
+def test_tokens_keep_their_shape_without_reduction(device):
+    """In training and in evaluation the losses have the shape of the target."""
+    model = nn.Linear(4, 3).to(device)
+    criterion = isda.attach(model, ramp="constant", reduction="none")
+    x, target = torch.randn(2, 6, 4, device=device), torch.randint(3, (2, 6), device=device)
+    assert criterion(model(x).movedim(-1, 1), target).shape == target.shape
+    model.eval()
+    assert criterion(model(x).movedim(-1, 1), target).shape == target.shape
+
+
+def test_evaluation_of_half_precision_logits(device):
+    """A sum of 60,000 losses does not fit into float16."""
+    model = nn.Linear(4, 3).to(device)
+    criterion = isda.attach(model, ramp="constant")
+    model.eval()
+    logits = torch.randn(60_000, 3, device=device).half()
+    target = torch.randint(3, (60_000,), device=device)
+    expected = nn.functional.cross_entropy(logits.float(), target)
+    torch.testing.assert_close(criterion(logits, target), expected)

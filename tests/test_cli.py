@@ -223,6 +223,84 @@ def only_run(out: Path = Path("runs")) -> Run:
     return run
 
 
+def test_images_that_do_not_fit(refused: Callable[..., str], tmp_path: Path) -> None:
+    """What cannot be trained is told before a folder is made."""
+    photos = image_folder(tmp_path / "photos")
+    flags = (
+        "--data",
+        f"imagefolder:{photos}",
+        "--epochs",
+        "1",
+        "--device",
+        "cpu",
+        "--workers",
+        "0",
+    )
+    message = refused(
+        "train", *flags, "--network", "timm:vit_tiny_patch16_224", "--image-size", "32"
+    )
+    assert message.startswith("timm:vit_tiny_patch16_224 does not take images of 32 x 32 pixels: ")
+    message = refused("train", *flags, "--network", "resnet8", "--augment", "cutout")
+    assert message.startswith(f"augment must be empty for imagefolder:{photos}")
+    assert message.endswith("got cutout")
+
+
+def test_a_run_in_the_way_of_a_later_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The seed before it is not begun, either."""
+    command = ["train", *QUICK, "--device", "cpu"]
+    assert main([*command, "--seeds", "1"]) == 0
+    assert main([*command, "--seeds", "0", "1"]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert [run.seed for run in load_runs("runs")] == [1]
+
+
+def test_resume_on_other_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    photos = image_folder(tmp_path / "photos", classes=2)
+    command = ["train", "--data", f"imagefolder:{photos}", "--network", "timm:test_resnet"]
+    command += ["--image-size", "32", "--epochs", "1", "--batch-size", "8", "--device", "cpu"]
+    command += ["--workers", "0"]
+    assert main(command) == 0
+    image_folder(tmp_path / "more", classes=3)
+    (tmp_path / "more" / "class2").rename(photos / "class2")
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 2
+    printed = capsys.readouterr().err
+    assert "has [24, 6, 3] images and classes, the checkpoint is of [16, 4, 2]" in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("metrics.jsonl", "[1, 2]\n", "line 1 is not the record of an epoch"),
+        ("metrics.jsonl", "{}\n", "line 1 is not the record of an epoch"),
+        ("metrics.jsonl", '{"epoch": 0, "test_error": "x"}\n', "line 1 is not the record"),
+        ("config.json", "[]", "is not the record of a run"),
+    ],
+)
+def test_records_that_are_none(
+    capsys: pytest.CaptureFixture[str], file: str, text: str, message: str
+) -> None:
+    assert main(["train", *QUICK, "--device", "cpu"]) == 0
+    (only_run().folder / file).write_text(text)
+    capsys.readouterr()
+    for command in (["report"], ["train", *QUICK, "--device", "cpu", "--resume"]):
+        assert main(command) == 2
+        printed = capsys.readouterr().err
+        assert message in printed
+        assert printed.count("\n") == 1
+
+
+def test_report_to_places_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *QUICK, "--device", "cpu"]) == 0
+    capsys.readouterr()
+    for flags in (["--update", "nowhere.md"], ["--page", "nowhere/report.html"]):
+        assert main(["report", *flags]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("isda: cannot ")
+        assert "nowhere" in printed
+
+
 def test_overrides_reach_the_recipe_and_the_name(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--lambda-0", "0.25", "--augment", "crop", "flip", "--schedule", "step"]
     flags += ["--milestones", "1", "2", "--seeds", "7", "--device", "cpu"]
@@ -238,7 +316,7 @@ def test_overrides_reach_the_recipe_and_the_name(capsys: pytest.CaptureFixture[s
     assert set(run.name.split("+")[1:]) == {*changes.split(), "hold_out=1200"}
     error = summary(run).error
     printed = capsys.readouterr().out
-    assert printed.startswith(f"{run.folder}: test error {error:.2f} %, ")
+    assert printed.startswith(f"{run.folder}: validation error {error:.2f} %, ")
 
     # the same command does not overwrite it, and with --resume has nothing to do
     assert main(["train", *QUICK, *flags]) == 2
@@ -274,6 +352,15 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert planned[-1][0].recipe.data == "imagefolder:/photos/my birds"
     assert names("train", *own, "--lambda-0", "1") == ["my_birds-timm_resnet18-isda+lambda_0=1.0/0"]
     assert names("train", "--network", "resnet32") == ["digits-resnet32-isda/0"]
+    assert names("train", "--method", "ce") == ["digits-resnet8-ce/0"]
+    assert names("train", "--method=disturb_label") == ["digits-resnet8-disturb_label/0"]
+    assert planned[-1][0].recipe.noise_rate == 0.05
+    assert names("train", "cifar10-resnet32-isda", "--method", "focal") == [
+        "cifar10-resnet32-isda+method=focal+lambda_0=0.0/0"
+    ]
+    assert names("train", "cifar10-resnet32-isda", "--data", "digits") == [
+        "cifar10-resnet32-isda+data=digits/0"
+    ]
     assert names("train", "cifar10-resnet110-dropout_isda", "--epochs", "3") == [
         "cifar10-resnet110-dropout_isda+epochs=3/0"
     ]

@@ -96,6 +96,7 @@ class AttachedLoss(nn.Module):
             self.to(features.device)  # the model was moved after it was attached
         weight: Tensor = head.weight.flatten(1)  # type: ignore[operator]
         bias: Tensor | None = head.bias  # type: ignore[assignment]
+        positions = None if target.is_floating_point() else target.shape
         if isinstance(head, nn.Linear) and features.dim() > 2:  # tokens: (N, L, A)
             features, logits = features.flatten(0, -2), functional.flatten(logits)
             target = functional.flatten(target) if target.is_floating_point() else target.flatten()
@@ -105,7 +106,8 @@ class AttachedLoss(nn.Module):
                 f"got {len(logits)}"
             )
         features = self._require_origin(features, weight, bias, logits)
-        return self.criterion(features, weight, target, bias=bias, logits=logits, **options)
+        loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
+        return loss.view(positions) if loss.dim() == 1 and positions is not None else loss
 
     def check(self) -> None:
         """Raise the error of a bad batch that a GPU saw since the last look (waits for it)."""

@@ -288,7 +288,9 @@ def isda_loss(
 def cross_entropy(
     logits: Tensor, target: Tensor, *, ignore_index: int = -100, reduction: Reduction = "mean"
 ) -> Tensor:
-    r"""Ordinary cross entropy, Eq. 4 at λ = 0; unlike torch's, its mean over no sample at all is 0.
+    r"""Ordinary cross entropy, Eq. 4 at λ = 0, in float32 or more.
+
+    Unlike torch's, its mean over no sample at all is 0.
 
     Args:
         logits: of the final linear layer.
@@ -300,6 +302,7 @@ def cross_entropy(
         logits (N, C) or (N, C, ...), target (N,) or (N, ...), or probabilities like logits; output
         () or the shape of class indices.
     """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     soft = target.is_floating_point()  # torch refuses an ignore_index >= 0 beside probabilities
     losses = F.cross_entropy(
         logits, target, ignore_index=-100 if soft else ignore_index, reduction="none"

@@ -1,6 +1,7 @@
 """ISDALoss = estimator of covariances, ramp of λ, cross entropy on shifted logits (Algorithm 1)."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -86,8 +87,8 @@ class ISDALoss(nn.Module):
         super().__init__()
         if not 0 <= lambda_0 < float("inf"):
             raise ValueError(f"lambda_0 must be >= 0 and finite, got {lambda_0}")
-        if total_steps is not None and total_steps < 1:
-            raise ValueError(f"total_steps must be >= 1, got {total_steps}")
+        if total_steps is not None and not (total_steps >= 1 and total_steps == int(total_steps)):
+            raise ValueError(f"total_steps must be a whole number >= 1, got {total_steps}")
         if ramp not in ("linear", "constant"):
             raise ValueError(f"ramp must be 'linear' or 'constant', got {ramp!r}")
         if reduction not in ("mean", "sum", "none"):
@@ -104,6 +105,10 @@ class ISDALoss(nn.Module):
                 raise ValueError(
                     f"decay must be set on the estimator, got decay={decay} beside one"
                 )
+            if not (hasattr(covariance, "update") and hasattr(covariance, "quadratic")):
+                raise ValueError(
+                    f"covariance must be an estimator with update and quadratic, got {covariance!r}"
+                )
             shape = (num_features, num_classes)
             if isinstance(covariance, Covariance) and shape != (
                 covariance.num_features,
@@ -117,7 +122,7 @@ class ISDALoss(nn.Module):
         self.num_features = num_features
         self.num_classes = num_classes
         self.lambda_0 = lambda_0
-        self.total_steps = total_steps
+        self.total_steps = None if total_steps is None else int(total_steps)
         self.ramp = ramp
         self.ignore_index = ignore_index
         self.reduction: Reduction = reduction
@@ -150,7 +155,6 @@ class ISDALoss(nn.Module):
         self._check_arguments(features, weight, target, bias, logits, progress)
         if logits is None:
             logits = F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         with torch.autocast(features.device.type, enabled=False):
             if not self.training:
                 return functional.cross_entropy(
@@ -165,7 +169,7 @@ class ISDALoss(nn.Module):
                 target,
                 self.estimator.quadratic,
                 strength=strength,
-                logits=logits,
+                logits=logits.to(torch.promote_types(logits.dtype, torch.float32)),
                 ignore_index=self.ignore_index,
                 reduction="sum" if mean else self.reduction,
             )
@@ -290,7 +294,7 @@ class ISDALoss(nn.Module):
             raise ValueError(
                 f"target of class indices must have shape {shape}, got {tuple(target.shape)}"
             )
-        if isinstance(progress, int | float) and not 0 <= progress <= 1:
+        if isinstance(progress, Real) and not 0 <= progress <= 1:
             raise ValueError(f"progress must be in [0, 1], got {progress}")
 
     def _load_from_state_dict(

@@ -1,13 +1,14 @@
 """Arguments of the commands that train: a recipe by name, any field of it changed by a flag."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar, get_args
 
 import tyro
 
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import DEFAULT, OWN_IMAGES, Recipe, get_recipe
+from isda.experiments.recipes import DEFAULT, OWN_IMAGES, Method, Recipe, get_recipe
 from isda.experiments.train import Options
 
 __all__ = ["Arguments", "parse", "require_seeds"]
@@ -48,11 +49,11 @@ def parse(
         start = get_recipe(name)
     else:
         own = any("imagefolder:" in word for word in arguments)
-        start = OWN_IMAGES if own else get_recipe(DEFAULT)
+        start = _with_method(OWN_IMAGES if own else get_recipe(DEFAULT), arguments)
     given = tyro.cli(
         kind,
         args=arguments,
-        default=kind(start, **defaults),
+        default=kind(_with_method(start, arguments), **defaults),
         prog=f"isda {command} {name or '[RECIPE]'}",
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),
@@ -66,3 +67,13 @@ def require_seeds(argument: str, seeds: Sequence[int]) -> None:
     if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
         listed = " ".join(map(str, seeds)) or "none"
         raise InputError(f"{argument} must be different numbers from 0 to 2³² - 1, got {listed}")
+
+
+def _with_method(start: Recipe, arguments: list[str]) -> Recipe:
+    """The recipe with the ``--method`` of the arguments, and the settings that go with it."""
+    words = [part for word in arguments for part in word.split("=")]
+    method: Any = next((b for a, b in pairwise(words) if a == "--method"), "")
+    if method not in get_args(Method) or method == "isda":
+        return start
+    noise_rate = 0.05 if method == "disturb_label" else 0.0
+    return replace(start.baseline(), method=method, noise_rate=noise_rate)

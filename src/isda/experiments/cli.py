@@ -52,7 +52,8 @@ def _train(arguments: list[str]) -> None:
     name = run_name(given.recipe, start, start_name)
     for run in train([Plan(name, given.recipe, seed) for seed in given.seeds], given.options):
         result = summary(run)
-        print(f"{run.folder}: test error {result.error:.2f} %, {result.seconds:.0f} s")
+        split = "validation" if given.recipe.hold_out else "test"
+        print(f"{run.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
 
 
 def _compare(arguments: list[str]) -> None:
@@ -119,7 +120,7 @@ def _list(arguments: list[str]) -> None:
     @dataclass(frozen=True)
     class Listed:
         results: Path | None = None
-        """Folder of run records (default: results, if it is there)."""
+        """Folder of run records; if not given the folder results."""
 
     given = tyro.cli(Listed, args=arguments, prog="isda list", description=_list.__doc__)
     usual = Path("results")

@@ -165,16 +165,16 @@ class _Arguments:
     """Measure time and memory here, beside the theory."""
 
     num_classes: int | None = None
-    """Number of classes (default: 1000; 100 for the CIFAR networks)."""
+    """Number of classes; if not given 1000, for the CIFAR networks 100."""
 
     image_size: int | None = None
-    """Side of the images (default: 224; 32 for the CIFAR networks)."""
+    """Side of the images; if not given 224, for the CIFAR networks 32."""
 
     batch_size: int | None = None
-    """Images per step (default: 256, for the CIFAR networks their recipe's; on a CPU 8)."""
+    """Images per step; if not given 256, for the CIFAR networks their recipe's, on a CPU 8."""
 
     steps: int | None = None
-    """Steps in a measurement (default: 20; on a CPU 2)."""
+    """Steps in a measurement; if not given 20, on a CPU 2."""
 
     repeats: int = 5
     """Measurements of cross entropy, diagonal and full, in turns; their medians count."""

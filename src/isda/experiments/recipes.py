@@ -264,7 +264,7 @@ def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> st
         start_name: its name, if it is not the one that its fields give.
     """
     moved = replace(start, data=recipe.data, network=recipe.network)
-    name = start_name if start_name and moved == start else name_of(moved)
+    name = start_name or name_of(moved)
     changes = [
         f"+{field}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
         for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()

@@ -32,7 +32,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.layout import DASH, NAMES, TABLES, cell_recipes
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import RECIPES, baseline_of
-from isda.experiments.runs import LAST_EPOCHS, Run, export, load_runs, summary
+from isda.experiments.runs import LAST_EPOCHS, Run, export, load_runs, summary, write_text
 from isda.experiments.statistics import estimate
 from isda.experiments.tables import (
     markdown_rows,
@@ -151,7 +151,10 @@ def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
     whose names begin with NAME; ``all`` stands for every recipe.
     """
     path, runs = Path(path), list(runs)
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
     begin, end = r"<!-- runs:(\S+) -->", r"<!-- /runs -->"
     pattern = rf"({begin}\n)((?:(?!{begin}).)*?)({end})"
     found = len(re.findall(pattern, text, flags=re.DOTALL))
@@ -167,7 +170,7 @@ def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
 
     updated = re.sub(pattern, table, text, flags=re.DOTALL)
     if updated != text:
-        path.write_text(updated, encoding="utf-8")
+        write_text(path, updated)
     return updated != text
 
 
@@ -195,7 +198,7 @@ def write_report_page(path: Path | str, runs: Iterable[Run]) -> None:
         environments=environments([*found.sides.values(), *found.other_sides]),
         last_epochs=LAST_EPOCHS,
     )
-    Path(path).write_text(text, encoding="utf-8")
+    write_text(Path(path), text)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ __all__ = [
     "environment",
     "export",
     "load_runs",
+    "require_free",
     "summary",
     "write_text",
 ]
@@ -60,6 +61,8 @@ class Run:
             self.seed: int = config["seed"]
             self.recipe = Recipe.from_dict(config["recipe"])
             self.environments: list[dict[str, Any]] = config["environments"]
+            if not isinstance(self.seed, int) or not self.environments:
+                raise KeyError("seed or environments")
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise InputError(f"{path} is not the record of a run: {error!r}") from error
         except InputError as error:
@@ -92,7 +95,7 @@ class Run:
             _write_config(folder, name, recipe, seed, [here])
             return cls(folder)
         if not resume:
-            raise InputError(f"{folder} already holds a run: use --resume or another --out")
+            require_free([folder])
         run = cls(folder)
         changed = differing_fields(run.recipe, recipe)
         if changed:
@@ -128,9 +131,15 @@ class Run:
         path = self.folder / "metrics.jsonl"
         lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         try:
-            return [json.loads(line) for line in lines[:-1]]  # after the last newline: torn
+            records = [json.loads(line) for line in lines[:-1]]  # after the last newline: torn
         except ValueError as error:
             raise InputError(f"{path} is damaged: {error}") from error
+        for number, record in enumerate(records, 1):
+            if not (isinstance(record, dict) and isinstance(record.get("epoch"), int)) or not all(
+                isinstance(value, int | float) for value in record.values()
+            ):
+                raise InputError(f"{path} is damaged: line {number} is not the record of an epoch")
+        return records
 
     def rewind(self, epoch: int) -> None:
         """Keep the metrics of the epochs before ``epoch``, the one to go on with.
@@ -246,6 +255,13 @@ def load_runs(out: Path | str) -> list[Run]:
     return sorted(runs, key=lambda run: (run.name, run.seed, run.folder))
 
 
+def require_free(folders: Iterable[Path]) -> None:
+    """Raise InputError if a run is in the way of a new one."""
+    for folder in folders:
+        if (folder / "config.json").exists():
+            raise InputError(f"{folder} already holds a run: use --resume or another --out")
+
+
 def export(run: Run, to: Path | str) -> Path:
     """Copy the records of a finished run, without its checkpoint, to ``to/<name>/<seed>/``."""
     result = summary(run)
@@ -279,7 +295,10 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str | None:
-    """Commit of the checkout this file is tracked in, ``-dirty`` with changes; None elsewhere."""
+    """Commit of the checkout this file is tracked in, ``-dirty`` with changes.
+
+    Elsewhere what the environment variable ISDA_COMMIT says, for a copy that git does not know.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -289,7 +308,7 @@ def _commit() -> str | None:
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("ISDA_COMMIT")
 
 
 def _write_config(

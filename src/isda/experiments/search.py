@@ -20,7 +20,7 @@ from isda.experiments.arguments import Arguments, parse, require_seeds
 from isda.experiments.comparison import text_table
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import RECIPES, Recipe, baseline_of, run_name
-from isda.experiments.runs import Run, summary, write_text
+from isda.experiments.runs import Run, require_free, summary, write_text
 from isda.experiments.statistics import Estimate, estimate
 from isda.experiments.train import Options, Plan, join_processes, load_images, train
 
@@ -125,7 +125,9 @@ def search(
 
     recipe = replace(recipe, hold_out=hold_out)
     tried = [replace(recipe, lambda_0=float(lambda_0)) for lambda_0 in candidates]
-    _require_free([named(replace(one, hold_out=0)) for one in tried], final_seeds, options)
+    if not options.resume:  # a run in the way of the last training is found before the first
+        final_names = [named(replace(one, hold_out=0)) for one in tried]
+        require_free(options.out / one / str(seed) for one in final_names for seed in final_seeds)
     shown = [recipe.baseline()] if with_baseline else []
     with join_processes(options.device):  # one group for both trainings
         trials = _trials([*shown, *tried], named, seeds, options)
@@ -184,7 +186,7 @@ def main(arguments: list[str]) -> None:
 @dataclass(frozen=True)
 class _Arguments(Arguments):
     candidates: tuple[float, ...] | None = None
-    """Values of lambda_0 (default: 0.1 0.25 0.5 0.75 1; for imagenet 1 2.5 5 7.5 10). Without
+    """Values of lambda_0; if not given 0.1 0.25 0.5 0.75 1, for imagenet 1 2.5 5 7.5 10. Without
     --hold-out a tenth of the training images is held out (of ImageNet 50,000)."""
 
     final_seeds: tuple[int, ...] = (0, 1, 2)
@@ -251,10 +253,3 @@ def _require_candidates(candidates: Sequence[float]) -> None:
     if not candidates or not valid or len({*candidates}) != len(candidates):
         listed = " ".join(f"{lambda_0:g}" for lambda_0 in candidates) or "none"
         raise InputError(f"candidates must be different numbers >= 0, got {listed}")
-
-
-def _require_free(names: Sequence[str], seeds: Sequence[int], options: Options) -> None:
-    """Find a run in the way of the last training before the first one, not after it."""
-    for folder in (options.out / name / str(seed) for name in names for seed in seeds):
-        if not options.resume and (folder / "config.json").exists():
-            raise InputError(f"{folder} already holds a run: use --resume or another --out")

@@ -21,6 +21,7 @@ from isda.experiments import draws
 from isda.experiments.augment import Augmentation, create_augmentation
 from isda.experiments.baselines import create_criterion
 from isda.experiments.data import ImageArrays, epoch_order, normalize, rank_slice, steps_per_epoch
+from isda.experiments.errors import InputError
 from isda.experiments.folder import FolderImages
 from isda.experiments.networks import Network, bind_draws, create_network
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
@@ -55,6 +56,11 @@ class Lane:
         rank: int = 0,
         world: int = 1,
     ) -> None:
+        if recipe.augment and not isinstance(data, ImageArrays):
+            raise InputError(
+                f"augment must be empty for {recipe.data}, whose images are cropped and flipped as "
+                f"they are read, got {' '.join(recipe.augment)}"
+            )
         self.recipe, self.seed, self.data, self.device = recipe, seed, data, device
         self.rank, self.world = rank, world
         self.epoch = 0  # epochs done
@@ -238,6 +244,7 @@ class Lane:
         state = {
             "epoch": self.epoch,
             "steps": self.steps,
+            "data": self._data_size(),
             "network": self.network.state_dict(),
             "criterion": self.criterion.state_dict(),
             "momentum": self._momentum(),
@@ -245,7 +252,16 @@ class Lane:
         return state if self.average is None else state | {"average": self.average.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, in place."""
+        """Go on from a checkpoint, in place.
+
+        Raises:
+            InputError: the data set has changed since.
+        """
+        if state["data"] != self._data_size():
+            raise InputError(
+                f"{self.recipe.data} has {self._data_size()} images and classes, "
+                f"the checkpoint is of {state['data']}"
+            )
         self.epoch = state["epoch"]
         self.steps.copy_(state["steps"])
         self.network.load_state_dict(state["network"])
@@ -254,6 +270,27 @@ class Lane:
             buffer.copy_(saved)
         if self.average is not None:
             self.average.load_state_dict(state["average"])
+
+    def require_fit(self) -> None:
+        """Raise InputError if the network does not take the images; changes nothing."""
+        shape = torch.Size((3, self.recipe.image_size, self.recipe.image_size))
+        if isinstance(self.data, ImageArrays):
+            shape = self.data.train_images.shape[1:]
+        self.network.eval()
+        try:
+            with torch.no_grad():
+                self.network(torch.zeros(2, *shape, device=self.device))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(
+                f"{self.recipe.network} does not take images of {shape[1]} x {shape[2]} pixels: "
+                f"{reason}"
+            ) from error
+        finally:
+            self.network.train()
+
+    def _data_size(self) -> list[int]:
+        return [self.num_images, len(self.data.test_target), self.data.num_classes]
 
     @property
     def _compiled(self) -> bool:

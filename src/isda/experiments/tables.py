@@ -184,7 +184,7 @@ class _Arguments:
     """Train what this cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method."""
 
     results: Path | None = None
-    """Folder of the run records to show, without --cell (default: results)."""
+    """Folder of the run records to show, without --cell; if not given the folder results."""
 
     dry_run: bool = False
     """Print the commands that would train the cell, and train nothing."""

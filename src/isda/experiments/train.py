@@ -24,7 +24,7 @@ from isda.experiments.data import ImageArrays, load_data
 from isda.experiments.errors import InputError
 from isda.experiments.folder import FolderImages
 from isda.experiments.recipes import Recipe
-from isda.experiments.runs import Run, RunError
+from isda.experiments.runs import Run, RunError, require_free
 from isda.experiments.step import Company, Lane
 
 __all__ = ["Options", "Plan", "choose_kernels", "join_processes", "load_images", "train"]
@@ -44,7 +44,7 @@ class Options:
     """Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
     data_root: Path | None = None
-    """Folder of CIFAR (default: data) or of ImageNet."""
+    """Folder of CIFAR, if not the folder data, or of ImageNet."""
 
     download: bool = False
     """Fetch CIFAR if it is not there."""
@@ -53,7 +53,7 @@ class Options:
     """Leave out image files that cannot be read."""
 
     workers: int | None = None
-    """Processes that read image files (default: one per processor, 16 at most)."""
+    """Processes that read image files; one per processor, up to 16, if not given."""
 
     side_by_side: int = 0
     """Runs trained at once on a GPU; 0 chooses by the size of the network, up to 6."""
@@ -88,6 +88,8 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
     options = options or Options()
     if options.side_by_side < 0:
         raise InputError(f"side_by_side must be >= 0, got {options.side_by_side}")
+    if not options.checkpoint_seconds >= 0:
+        raise InputError(f"checkpoint_seconds must be >= 0, got {options.checkpoint_seconds}")
     if options.tensorboard:
         _summary_writer()
     runs: dict[int, Run] = {}
@@ -97,7 +99,10 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
                 Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
                 for n in group
             ]
-            if rank == 0 and not runs:  # a mistake in data or network leaves no folders behind
+            if rank == 0 and not runs:  # a mistake leaves no folders behind
+                lanes[0].require_fit()
+                if not options.resume:
+                    require_free(options.out / plan.name / str(plan.seed) for plan in plans)
                 runs = {
                     number: Run.create(
                         options.out,
@@ -344,5 +349,5 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise InputError("--tensorboard needs the package tensorboard") from error
+        raise InputError("--tensorboard needs the package tensorboard, an extra") from error
     return SummaryWriter
