@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from isda.experiments.bench import SHAPES, random_images
+from isda.experiments.company import Company
 from isda.experiments.cost import multiply_adds
 from isda.experiments.recipes import Recipe, get_recipe
 from isda.experiments.runs import environment
-from isda.experiments.step import Company, Lane
+from isda.experiments.step import Lane
 
 EPOCH_IMAGES = {"digits": 1437, "cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167}
 COLUMNS = {  # header of the Markdown table

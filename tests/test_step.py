@@ -19,12 +19,13 @@ from torch.nn import functional as F
 
 from isda import ISDALoss
 from isda.experiments import step as step_module
+from isda.experiments.company import Company
 from isda.experiments.data import ImageArrays, load_data
 from isda.experiments.folder import FolderImages
 from isda.experiments.networks import create_network
 from isda.experiments.networks.stochastic import Dropout
 from isda.experiments.recipes import RECIPES, Recipe, differing_fields
-from isda.experiments.step import Company, Lane
+from isda.experiments.step import Lane
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from isda.experiments import draws
 from isda.experiments.baselines import create_criterion
+from isda.experiments.company import Company
 from isda.experiments.data import ImageArrays
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.networks import NETWORKS
 from isda.experiments.recipes import RECIPES, Recipe, get_recipe
-from isda.experiments.step import Company, Lane
+from isda.experiments.step import Lane
 from isda.experiments.train import Options, choose_kernels
 
 __all__ = [

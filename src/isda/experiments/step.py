@@ -1,10 +1,7 @@
-"""One training step, of several runs side by side, captured whole in a CUDA graph.
+"""One run and its training step, which waits for nobody: it can be captured whole.
 
-A :class:`Lane` is all that one run changes while it trains. A :class:`Company` is the lanes that
-take each step together: small networks leave a large GPU idle, so their steps are captured on
-forked streams of one graph. A lane draws its random numbers from its own key, so that it ends with
-the same weights alone and in company. On a CPU, and where a step cannot be captured, the same
-functions run as they are.
+A :class:`Lane` is all that a run changes while it trains. It draws its random numbers from its own
+key, so that it ends with the same weights alone and in company.
 """
 
 import copy
@@ -28,7 +25,7 @@ from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.recipes import Recipe
 from isda.experiments.statistics import expected_calibration_error
 
-__all__ = ["Company", "Lane"]
+__all__ = ["Lane"]
 
 _ORDER, _AUGMENT, _NETWORK = range(1, 4)  # purposes of a run's keys
 _TEST_BATCH = 1000
@@ -370,91 +367,6 @@ class Lane:
                 buffer.lerp_(current, 1 - self.recipe.ema)
             else:
                 buffer.copy_(current)
-
-
-class Company:
-    """Lanes that take every step together.
-
-    Args:
-        lanes: runs with the same data, batch size and number of epochs.
-        capture: capture the steps of all lanes in CUDA graphs.
-    """
-
-    def __init__(self, lanes: list[Lane], *, capture: bool) -> None:
-        self.lanes = lanes
-        self.capture = capture
-        self._graphs: dict[int | str, torch.cuda.CUDAGraph] = {}
-
-    def train_epoch(self) -> None:
-        """Train every lane for an epoch."""
-        for lane in self.lanes:
-            lane.begin_epoch()
-        if isinstance(self.lanes[0].data, ImageArrays):
-            for size in self.lanes[0].batch_sizes():
-                self._run(size, partial(Lane.step, size=size))
-            return
-        batches = [
-            lane.data.train_batches(
-                batch_size=lane.recipe.batch_size,
-                seed=lane.seed,
-                epoch=lane.epoch,
-                rank=lane.rank,
-                world=lane.world,
-            )
-            for lane in self.lanes
-            if isinstance(lane.data, FolderImages)
-        ]
-        for size, *loaded in zip(self.lanes[0].batch_sizes(), *batches, strict=True):
-            for lane, (images, target) in zip(self.lanes, loaded, strict=True):
-                lane.load(images, target)
-            self._run(size, partial(Lane.step, size=size))
-
-    def evaluate(self) -> list[list[float]]:
-        """Training loss of the epoch and ``Lane.results`` of every lane; waits for the device."""
-        if isinstance(self.lanes[0].data, ImageArrays):
-            self._run("evaluate", Lane.evaluate)
-        else:
-            for lane in self.lanes:
-                lane.evaluate()
-        rows = []
-        for lane in self.lanes:
-            loss = distributed.sum_over_ranks(lane.total_loss.clone()) / lane.world
-            rows.append(torch.cat([loss[None] / lane.num_images, lane.results]))
-        return torch.stack(rows).tolist()
-
-    def _run(self, name: int | str, function: Any) -> None:
-        if not self.capture:
-            for lane in self.lanes:
-                function(lane)
-            return
-        if name not in self._graphs:
-            self._graphs[name] = self._record(function)
-        self._graphs[name].replay()
-
-    def _record(self, function: Any) -> torch.cuda.CUDAGraph:
-        """Capture a function of all lanes, each on its stream; undo what warming up changed."""
-        torch.cuda.synchronize()
-        for lane in self.lanes:
-            before = [tensor.detach().clone() for tensor in lane.tensors()]
-            torch.cuda.synchronize()
-            with torch.cuda.stream(lane.stream):
-                for _ in range(3):  # compiles, chooses kernels, allocates
-                    function(lane)
-                    with torch.no_grad():  # each time: past the last batch are no images
-                        for tensor, saved in zip(lane.tensors(), before, strict=True):
-                            tensor.copy_(saved)
-            lane.forget_gradients()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            main = torch.cuda.current_stream()
-            for lane in self.lanes:
-                lane.stream.wait_stream(main)
-                with torch.cuda.stream(lane.stream):
-                    function(lane)
-            for lane in self.lanes:
-                main.wait_stream(lane.stream)
-        return graph
 
 
 class _FeaturesAndLogits(nn.Module):

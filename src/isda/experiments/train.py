@@ -20,12 +20,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from isda import ISDALoss, distributed
+from isda.experiments.company import Company
 from isda.experiments.data import ImageArrays, load_data
 from isda.experiments.errors import InputError
 from isda.experiments.folder import FolderImages
 from isda.experiments.recipes import Recipe
 from isda.experiments.runs import Run, RunError, require_free
-from isda.experiments.step import Company, Lane
+from isda.experiments.step import Lane
 
 __all__ = ["Options", "Plan", "choose_kernels", "join_processes", "load_images", "train"]
 
