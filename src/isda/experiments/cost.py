@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from isda.experiments.bench import MeasuredCost, image_shape, isda_recipe, measured_cost
 from isda.experiments.comparison import text_table
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, refusing
 from isda.experiments.networks import create_network
 from isda.experiments.published import COST, Cost
 from isda.experiments.runs import environment
@@ -71,11 +71,8 @@ def theoretical_cost(
     num_classes, shape = image_shape(isda_recipe(network), num_classes, image_size)
     with torch.device("meta"):
         model = create_network(network, num_classes=num_classes, in_channels=shape[0])
-    try:
+    with refusing(f"{network} does not take images of size {shape[-1]}"):
         number = multiply_adds(model, shape)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{network} does not take images of size {shape[-1]}: {reason}") from error
     return TheoreticalCost(
         network,
         num_classes,

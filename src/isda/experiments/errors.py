@@ -1,9 +1,10 @@
 """What the user can get wrong: one line on the terminal, exit code 2, no traceback."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-__all__ = ["InputError", "unknown"]
+__all__ = ["InputError", "refusing", "unknown"]
 
 
 class InputError(ValueError):
@@ -15,3 +16,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return InputError(f"unknown {kind} {name!r}{hint}")
+
+
+@contextlib.contextmanager
+def refusing(mistake: str) -> Iterator[None]:
+    """Tell what a network raises when it is given images as a mistake of the user."""
+    try:
+        yield
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{mistake}: {reason}") from error

@@ -18,7 +18,7 @@ from isda.experiments import draws
 from isda.experiments.augment import Augmentation, create_augmentation
 from isda.experiments.baselines import create_criterion
 from isda.experiments.data import ImageArrays, epoch_order, normalize, rank_slice, steps_per_epoch
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, refusing
 from isda.experiments.folder import FolderImages
 from isda.experiments.networks import Network, bind_draws, create_network
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
@@ -273,18 +273,11 @@ class Lane:
         shape = torch.Size((3, self.recipe.image_size, self.recipe.image_size))
         if isinstance(self.data, ImageArrays):
             shape = self.data.train_images.shape[1:]
+        size = f"{shape[1]} x {shape[2]} pixels"
         self.network.eval()
-        try:
-            with torch.no_grad():
-                self.network(torch.zeros(2, *shape, device=self.device))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(
-                f"{self.recipe.network} does not take images of {shape[1]} x {shape[2]} pixels: "
-                f"{reason}"
-            ) from error
-        finally:
-            self.network.train()
+        with torch.no_grad(), refusing(f"{self.recipe.network} does not take images of {size}"):
+            self.network(torch.zeros(2, *shape, device=self.device))
+        self.network.train()
 
     def _data_size(self) -> list[int]:
         return [self.num_images, len(self.data.test_target), self.data.num_classes]
