@@ -16,7 +16,7 @@ from isda.experiments.curves import BASELINE, METHOD, Line, curves
 from isda.experiments.errors import InputError
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import Recipe, differing_fields
-from isda.experiments.runs import LAST_EPOCHS, Run, Summary, summary
+from isda.experiments.runs import LAST_EPOCHS, Run, Summary, summary, write_text
 from isda.experiments.statistics import Difference, difference, estimate
 
 __all__ = [
@@ -206,7 +206,7 @@ def write_comparison_page(path: Path | str, result: Comparison) -> None:
         loss_curves=curves(result.lines, "train_loss", "training loss"),
         last_epochs=min(LAST_EPOCHS, result.method.recipe.epochs),
     )  # fmt: skip
-    Path(path).write_text(text, encoding="utf-8")
+    write_text(Path(path), text)
 
 
 def environments(sides: Iterable[Side]) -> dict[str, list[str]]:
