@@ -1,4 +1,4 @@
-"""The Triton kernels against the class-by-class loop: on a GPU, and interpreted on a CPU."""
+"""The Triton kernels against the plain forms in float64: on a GPU, and interpreted on a CPU."""
 
 import os
 import subprocess
@@ -9,61 +9,280 @@ import pytest
 import reference
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from isda import FullCovariance, ISDALoss, functional, kernels, per_class
+from isda import FullCovariance, ISDALoss, batch, functional, kernels, per_class
 from isda.functional import Moments
-from isda.per_class import sample_share
 
-# (N, C, A): below, at and above the kernel's blocks of 64 features and 16 samples
-SHAPES = [(7, 13, 5), (23, 3, 70), (40, 4, 130), (1, 3, 64), (0, 3, 5)]
+# (N, C, A): below, at and above the kernels' blocks of 64 features, 16 samples and slots of classes
+SHAPES = [(7, 13, 5), (23, 3, 70), (40, 4, 130), (1, 3, 64), (0, 3, 5), (20, 40, 17)]
+ids = [str(shape) for shape in SHAPES]
 gpu = pytest.mark.gpu
 
 
 def draw(
     shape: tuple[int, int, int], device: str, *, seed: int = 0
-) -> tuple[Moments, Tensor, Tensor]:
+) -> tuple[Moments, Tensor, Tensor, Tensor]:
     """Statistics as if of earlier batches, and a batch: features far from 0, some left out."""
     samples, classes, width = shape
     x = reference.draw(samples, classes, width, seed=seed, dtype=torch.float32, device=device)
     target = x.target.clone()
     target[::5] = -1
-    target[1:2] = -2
     count = torch.arange(classes, device=device)  # class 0 has none yet
     mean = x.weight * (count > 0)[:, None]
     covariance = x.covariance * (count > 0)[:, None, None]
-    return Moments(count, mean, covariance), x.features * 3 + 5, target
+    weight = reference.draw(samples, classes, width, seed=seed + 9, dtype=torch.float32).weight
+    return Moments(count, mean, covariance), x.features * 3 + 5, target, weight.to(device) + 2
 
 
-def compare(shape: tuple[int, int, int], decay: float, device: str) -> None:
-    """``kernels.update_full`` against the pure function in float64 on a CPU, which is a loop."""
-    moments, features, target = draw(shape, device)
+def doubles(moments: Moments) -> Moments:
+    return Moments(*(tensor.cpu().double() for tensor in moments))._replace(
+        count=moments.count.cpu().clone()
+    )
+
+
+def check_update(shape: tuple[int, int, int], decay: float, device: str) -> None:
+    """``kernels.update`` against the pure function in float64 on a CPU, which is a loop."""
+    moments, features, target, _ = draw(shape, device)
     count, mean, covariance = (tensor.clone() for tensor in moments)
-    batch_count = torch.bincount(target[target >= 0], minlength=len(count))
-    share = sample_share(count, batch_count, decay, torch.float32)
-    kernels.update_full(mean, covariance, features, target, batch_count, share)
-    doubles = Moments(
-        moments.count.cpu(), moments.mean.double().cpu(), moments.covariance.double().cpu()
-    )
+    kernels.update(count, mean, covariance, features, target, decay)
     expected = functional.update_moments(
-        doubles, features.double().cpu(), target.cpu(), decay=decay
+        doubles(moments), features.double().cpu(), target.cpu(), decay=decay
     )
-    absent = batch_count == 0
-    assert torch.equal(covariance[absent], moments.covariance[absent])
-    assert torch.equal(mean[absent], moments.mean[absent])
-    # float32 of squares of values below 20, averaged: a few times 400 · 2⁻²⁴
-    torch.testing.assert_close(mean.double().cpu(), expected.mean, rtol=0, atol=1e-5)
-    torch.testing.assert_close(covariance.double().cpu(), expected.covariance, rtol=0, atol=2e-4)
-    if (~absent).any():
-        assert (covariance - moments.covariance).abs().max() > 0.1
+    check_moments(moments, Moments(count, mean, covariance), expected)
     # both sides of the diagonal come from other tiles, with the same products in the same order
     torch.testing.assert_close(covariance, covariance.mT, rtol=0, atol=2e-4)
+
+
+def check_moments(before: Moments, found: Moments, expected: Moments) -> None:
+    absent = expected.count.to(before.count.device) == before.count
+    assert torch.equal(found.covariance[absent], before.covariance[absent])
+    assert torch.equal(found.mean[absent], before.mean[absent])
+    assert torch.equal(found.count.cpu(), expected.count)
+    # float32 of squares of values below 20, averaged: a few times 400 · 2⁻²⁴
+    torch.testing.assert_close(found.mean.double().cpu(), expected.mean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        found.covariance.double().cpu(), expected.covariance, rtol=0, atol=2e-4
+    )
+    if (~absent).any():
+        assert (found.covariance - before.covariance).abs().max() > 0.1
+
+
+def check_variances(shape: tuple[int, int, int], decay: float, device: str) -> None:
+    moments, features, target, _ = draw(shape, device)
+    moments = moments._replace(covariance=moments.covariance.diagonal(dim1=1, dim2=2).contiguous())
+    count, mean, variance = (tensor.clone() for tensor in moments)
+    kernels.update_variances(count, mean, variance, features, target, decay)
+    expected = functional.update_moments(
+        doubles(moments), features.double().cpu(), target.cpu(), decay=decay
+    )
+    check_moments(moments, Moments(count, mean, variance), expected)
+
+
+def check_quadratic(
+    shape: tuple[int, int, int], precision: str, device: str, *, first: int = 0, part: int = 0
+) -> None:
+    """Update, quadratic term and its gradient in one pass, against the loops in float64.
+
+    ``first`` is the first class whose statistics are here; the ``part`` first samples are those of
+    another rank.
+    """
+    moments, features, index, weight = draw(shape, device)
+    moments = Moments(*(tensor[first:].clone() for tensor in moments))
+    target = index if not part else index[part:]
+    expected = doubles(moments)
+    wide = weight.double().cpu().requires_grad_()
+    value = per_class.update_and_quadratic(
+        *expected,
+        features.double().cpu(),
+        index.cpu(),
+        wide,
+        target.cpu(),
+        decay=0.9,
+        precision=precision,
+        first_class=first,
+    )
+    found = Moments(*(tensor.clone() for tensor in moments))
+    partial, product, slot, classes = kernels.update_and_multiply(
+        *found, features, index, weight, target, 0.9, precision, first
+    )
+    check_moments(moments, found, expected)
+    rows = kernels.gather_rows(partial, slot, target, first)
+    # errors of 2⁻¹⁶ or 2⁻⁸ of both factors and of what is left out or kept of a product; a sum with
+    # both signs is smaller than its terms; the interpreter cuts off where a GPU rounds
+    error = {"high": 2**-13, "medium": 2**-5}[precision]
+    size = value.abs().max().item() if value.numel() else 0.0
+    torch.testing.assert_close(rows.double().cpu(), value.detach(), rtol=0, atol=error * size)
+    inside = (target >= first).nonzero().flatten()
+    assert not rows[inside, target[inside]].any()  # exactly 0 at the target
+    assert not rows[target < first].any()  # of no class here
+
+    upstream = torch.randn(value.shape, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(value, wide, upstream)
+    result = kernels.weight_gradient(
+        upstream.float().to(device), target, product, slot, classes, first
+    )
+    largest = gradient.abs().max().item()
+    torch.testing.assert_close(result.double().cpu(), gradient, rtol=0, atol=error * largest)
+
+    # the quadratic term of covariances that stay as they are
+    partial, product, slot, _ = kernels.multiply(weight, target, found.covariance, precision, first)
+    again = kernels.gather_rows(partial, slot, target, first)
+    torch.testing.assert_close(again, rows, rtol=1e-5, atol=1e-5 * size)
+
+
+def check_screen(shape: tuple[int, int, int], device: str) -> None:
+    samples, classes, width = shape
+    x = reference.draw(*shape, dtype=torch.float32, device=device)
+    features, target = x.features.clone(), x.target.clone()
+    for ignore_index in (-100, 2):
+        assert torch.equal(
+            kernels.screen(features, target, classes, ignore_index),
+            torch.where(target == ignore_index, -1, target),
+        )
+    if samples < 7:
+        return
+    features[0, 0], features[1, -1], features[2, width // 2] = torch.inf, torch.nan, -torch.inf
+    target[3], target[4], target[5] = classes, -1, -100
+    features[5, 0] = torch.nan
+    index = kernels.screen(features, target, classes, -100)
+    expected = [-2, -2, -2, -3, -3, -2]
+    assert index[:6].tolist() == expected
+    assert torch.equal(index[6:], target[6:])
+    assert torch.equal(batch.screen(features.cpu(), target.cpu(), classes, -100), index.cpu())
+
+
+def check_tally(device: str) -> None:
+    sound = torch.tensor([3, -1, 0, 2] * 300 + [7], device=device)
+    for bad in (0, -2, -3):
+        index = sound.clone()
+        if bad:
+            index[1100] = bad
+        results = []
+        for function, where in ((kernels.tally, device), (batch.tally, "cpu")):
+            for world, mean in ((1, True), (3, True), (1, False)):
+                step, problem = torch.tensor(5, device=where), torch.tensor(0, device=where)
+                values = function(step, problem, index.to(where), 0.5, 20, world, mean)
+                results.append([step, problem, *values])
+        for left, right in zip(results[:3], results[3:], strict=True):
+            for one, other in zip(left, right, strict=True):
+                torch.testing.assert_close(one.cpu(), other, check_dtype=False)
+        step, problem, index, scale, strength = results[1]
+        assert (step, problem) == (5 + (not bad), max(-1 - bad, 0))
+        assert strength == 0.125
+        assert scale.item() == pytest.approx(0 if bad else 3 / 901)
+        assert bool((index == -1).all()) == bool(bad)
+
+
+def check_bound(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    """Loss and gradients against torch's cross entropy in float64."""
+    samples, classes, _ = shape
+    if not samples:
+        return
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(samples, classes, generator=generator)).to(dtype)
+    quadratic = torch.rand(samples, classes, generator=generator) * 5
+    target = torch.randint(classes, (samples,), generator=generator)
+    target[: samples // 3] = -100
+    scale, strength = torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.7)
+    arguments = [tensor.to(device) for tensor in (logits, quadratic, target)]
+    for shifted in (True, False):
+        z, q = logits.double().requires_grad_(), quadratic.double().requires_grad_()
+        value = z + 0.35 * q if shifted else z
+        losses = F.cross_entropy(value, target, ignore_index=-100, reduction="none")
+        counted = max(int((target >= 0).sum()), 1)
+        extra = arguments[1] if shifted else None
+        factor = strength.to(device) if shifted else None
+        for given, expected in ((None, losses.sum() / counted), (scale, 0.3 * losses.sum())):
+            loss, total, used = kernels.bound(
+                arguments[0],
+                extra,
+                arguments[2],
+                factor,
+                None if given is None else given.to(device),
+                ignore_index=-100,
+                reduce=True,
+            )
+            torch.testing.assert_close(loss.cpu(), expected.detach().float())
+            found = kernels.bound_backward(
+                torch.tensor(2.0, device=device),
+                arguments[0],
+                extra,
+                arguments[2],
+                factor,
+                total,
+                used,
+                ignore_index=-100,
+            )
+            wanted = torch.autograd.grad(
+                2 * expected, [z, q] if shifted else [z], retain_graph=True
+            )
+            assert found[0].dtype == dtype
+            # float32 of exp(x) − 1 with x up to 20: 20 · 2⁻²⁴; bfloat16 rounds the result
+            tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+            for one, other in zip(found, wanted, strict=False):
+                torch.testing.assert_close(
+                    one.double().cpu(), other, rtol=tolerance, atol=tolerance / 10
+                )
+        rows, total, used = kernels.bound(
+            arguments[0], extra, arguments[2], factor, None, ignore_index=-100, reduce=False
+        )
+        torch.testing.assert_close(rows.cpu(), losses.detach().float())
+        upstream = torch.randn(samples, generator=generator)
+        gradient, _ = kernels.bound_backward(
+            upstream.to(device),
+            arguments[0],
+            extra,
+            arguments[2],
+            factor,
+            total,
+            used,
+            ignore_index=-100,
+        )
+        (wanted,) = torch.autograd.grad(losses, z, upstream.double())
+        torch.testing.assert_close(gradient.double().cpu(), wanted, rtol=tolerance, atol=1e-6)
+    # a bad batch: no number, and no gradient; a class out of range: no number
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    loss, total, used = kernels.bound(
+        arguments[0], None, arguments[2], None, none, ignore_index=-100, reduce=True
+    )
+    assert loss.isnan()
+    gradient, _ = kernels.bound_backward(
+        torch.ones((), device=device),
+        arguments[0],
+        None,
+        arguments[2],
+        None,
+        total,
+        used,
+        ignore_index=-100,
+    )
+    assert not gradient.any()
+    arguments[2][-1] = classes
+    loss, *_ = kernels.bound(
+        arguments[0], None, arguments[2], None, None, ignore_index=-100, reduce=True
+    )
+    assert loss.isnan()
 
 
 def interpret() -> None:
     """What the subprocess of the next test runs."""
     for shape in SHAPES:
         for decay in (1.0, 0.8):
-            compare(shape, decay, "cpu")
+            check_update(shape, decay, "cpu")
+            check_variances(shape, decay, "cpu")
+        for precision in ("high", "medium"):
+            check_quadratic(shape, precision, "cpu")
+        check_screen(shape, "cpu")
+        check_bound(shape, torch.float32, "cpu")
+    check_bound((6, 70, 1), torch.bfloat16, "cpu")
+    check_quadratic((23, 13, 5), "high", "cpu", first=4, part=7)
+    check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
+    sys.modules["isda.kernels.full"]._CLASSES = 16  # three blocks of classes
+    check_quadratic((12, 40, 70), "high", "cpu")
+    sys.modules["isda.kernels.bound"]._CLASSES = 32
+    check_bound((6, 70, 1), torch.float32, "cpu")
+    check_tally("cpu")
 
 
 def test_interpreted_on_a_cpu():
@@ -86,22 +305,6 @@ def test_not_used_on_a_cpu():
     assert not kernels.usable(torch.zeros(1))
 
 
-@pytest.mark.parametrize("shape", [(7, 13, 5), (23, 5, 6), (13, 13, 4), (1, 3, 4)], ids=str)
-def test_quadratic_for_gpus_on_a_cpu(shape):
-    """The form without loops over classes is plain torch: its values and gradient hold anywhere."""
-    x = reference.draw(*shape)
-    forward = per_class.full_quadratic_op._backend_fns["cuda"]
-    backward = per_class._full_quadratic_backward_op._backend_fns["cuda"]
-    value, *saved = forward(x.weight, x.target, x.covariance)
-    weight = x.weight.clone().requires_grad_()
-    expected = reference.quadratic(weight, x.target, list(x.covariance))
-    torch.testing.assert_close(value, expected.detach())
-    assert not value.gather(1, x.target[:, None]).any()  # exactly 0 at the target
-    upstream = torch.randn(value.shape, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad(expected, weight, upstream)
-    torch.testing.assert_close(backward(upstream, *saved), gradient)
-
-
 @gpu
 def test_can_be_turned_off(monkeypatch):
     tensor = torch.zeros(1, device="cuda")
@@ -113,9 +316,41 @@ def test_can_be_turned_off(monkeypatch):
 
 @gpu
 @pytest.mark.parametrize("decay", [1.0, 0.8])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_update_full(shape, decay):
-    compare(shape, decay, "cuda")
+@pytest.mark.parametrize("shape", SHAPES, ids=ids)
+def test_update(shape, decay):
+    check_update(shape, decay, "cuda")
+    check_variances(shape, decay, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 100, 342), (50, 300, 129)], ids=str)
+def test_update_and_quadratic(shape, precision):
+    check_quadratic(shape, precision, "cuda")
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(23, 13, 5), (12, 40, 17), (30, 300, 70)], ids=str)
+def test_some_classes_and_some_samples(shape):
+    check_quadratic(shape, "high", "cuda", first=4, part=7)
+
+
+@gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=ids)
+def test_screen(shape):
+    check_screen(shape, "cuda")
+
+
+@gpu
+def test_tally():
+    check_tally("cuda")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (9, 5000, 1)], ids=str)
+def test_bound(shape, dtype):
+    check_bound(shape, dtype, "cuda")
 
 
 @gpu
@@ -125,7 +360,7 @@ def test_estimator_on_a_gpu_and_on_a_cpu(dtype, triton, monkeypatch):
     monkeypatch.setenv("ISDA_TRITON", triton)
     estimators = [FullCovariance(70, 5, decay=0.9).to(device) for device in ("cpu", "cuda")]
     for seed in range(3):
-        _, features, target = draw((23, 5, 70), "cpu", seed=seed)
+        _, features, target, _ = draw((23, 5, 70), "cpu", seed=seed)
         for estimator, device in zip(estimators, ("cpu", "cuda"), strict=True):
             estimator.update(features.to(device, dtype), target.to(device))
     for left, right in zip(*(estimator.buffers() for estimator in estimators), strict=True):
@@ -138,7 +373,7 @@ def test_update_in_a_cuda_graph():
     """Captured once and replayed with other batches: other classes, other numbers of them."""
     shape = (23, 5, 70)
     eager, captured = (FullCovariance(70, 5, decay=0.9).cuda() for _ in range(2))
-    _, features, target = draw(shape, "cuda")
+    _, features, target, _ = draw(shape, "cuda")
     captured.update(features, target)  # compiles the kernel
     for buffer in captured.buffers():
         buffer.zero_()
@@ -146,7 +381,7 @@ def test_update_in_a_cuda_graph():
     with torch.cuda.graph(graph):
         captured.update(features, target)
     for seed in range(4):
-        _, new_features, new_target = draw(shape, "cuda", seed=seed)
+        _, new_features, new_target, _ = draw(shape, "cuda", seed=seed)
         if seed == 2:
             new_target[:] = 3  # one class alone
         features.copy_(new_features)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["SKIP", "agree", "broadcast", "gather_batch", "sum_over_ranks", "world_size"]
+__all__ = ["SKIP", "agree", "broadcast", "gather_batch", "rank", "sum_over_ranks", "world_size"]
 
 SKIP = -1  # target of a sample that the estimators leave out
 
@@ -21,6 +21,11 @@ SKIP = -1  # target of a sample that the estimators leave out
 def world_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks, 1 without a process group."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank(group: dist.ProcessGroup | None) -> int:
+    """Place of this process among the ranks, 0 without a process group."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def agree(size: int, problem: int, group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from isda import kernels
+from isda.bound import bound
 from isda.per_class import full_quadratic_op, sample_share, update_full_op
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 Reduction = Literal["mean", "sum", "none"]
+Precision = Literal["high", "medium"]
 
 
 class Moments(NamedTuple):
@@ -137,7 +140,7 @@ def update_moments(
             moments, _batch_variances(features, target, len(moments.count)), decay=decay
         )
     count, mean, covariance = (tensor.clone() for tensor in moments)
-    update_full_op(count, mean, covariance, features, target, decay)
+    update_full_op(count, mean, covariance, features, target, decay, 0)
     return Moments(count, mean, covariance)
 
 
@@ -146,7 +149,9 @@ def ramped_strength(lambda_0: float, progress: float | Tensor) -> float | Tensor
     return lambda_0 * progress
 
 
-def full_quadratic(weight: Tensor, target: Tensor, covariance: Tensor) -> Tensor:
+def full_quadratic(
+    weight: Tensor, target: Tensor, covariance: Tensor, *, precision: Precision = "high"
+) -> Tensor:
     r"""Variance of every logit margin, (w_j − w_y)ᵀ Σ_y (w_j − w_y) (the exponent of Eq. 4).
 
     Equivalent to ``torch.einsum("nja,nab,njb->nj", d, covariance[target], d)`` with
@@ -157,11 +162,12 @@ def full_quadratic(weight: Tensor, target: Tensor, covariance: Tensor) -> Tensor
         weight: rows of the final linear layer.
         target: class indices in ``[0, C)``.
         covariance: feature covariance of each class.
+        precision: of the products on CUDA, see :class:`isda.FullCovariance`.
 
     Shape:
         weight (C, A), target (N,), covariance (C, A, A); output (N, C).
     """
-    return full_quadratic_op(weight, target, covariance)[0]
+    return full_quadratic_op(weight, target, covariance, precision, 0)[0]
 
 
 def diagonal_quadratic(weight: Tensor, target: Tensor, variance: Tensor) -> Tensor:
@@ -279,6 +285,8 @@ def isda_loss(
     else:
         valid = target != ignore_index
         rows = quadratic(weight, torch.where(valid, target, 0))  # (N, C)
+        if kernels.usable(logits) and kernels.usable(rows):
+            return _fused(logits, rows, target, strength, ignore_index, reduction, shape)
         shifted = isda_logits(logits, rows, strength)
         losses = F.cross_entropy(shifted, target, ignore_index=ignore_index, reduction="none")
         counted = valid
@@ -302,11 +310,14 @@ def cross_entropy(
         logits (N, C) or (N, C, ...), target (N,) or (N, ...), or probabilities like logits; output
         () or the shape of class indices.
     """
+    soft = target.is_floating_point()
+    if not soft and kernels.usable(logits):
+        flat = flatten(logits), None, target.reshape(-1)
+        return _fused(*flat, 0.0, ignore_index, reduction, target.shape)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    soft = target.is_floating_point()  # torch refuses an ignore_index >= 0 beside probabilities
-    losses = F.cross_entropy(
-        logits, target, ignore_index=-100 if soft else ignore_index, reduction="none"
-    )
+    if soft:  # torch refuses an ignore_index >= 0 beside probabilities
+        ignore_index = -100
+    losses = F.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
     counted = torch.ones_like(losses) if soft else target != ignore_index
     return _reduce(losses, counted, reduction, losses.shape)
 
@@ -404,6 +415,24 @@ def _reduce(losses: Tensor, counted: Tensor, reduction: Reduction, shape: torch.
         return losses.view(shape)
     total = losses.sum()
     return total / counted.sum().clamp(min=1) if reduction == "mean" else total
+
+
+def _fused(
+    logits: Tensor,
+    rows: Tensor | None,
+    target: Tensor,
+    strength: float | Tensor,
+    ignore_index: int,
+    reduction: Reduction,
+    shape: torch.Size,
+) -> Tensor:
+    """The same by the kernels for CUDA."""
+    loss = bound(
+        logits, rows, target, strength, ignore_index=ignore_index, reduce=reduction == "mean"
+    )
+    if reduction == "none":
+        return loss.view(shape)
+    return loss.sum() if reduction == "sum" else loss
 
 
 def _squared_distance(inner: Tensor) -> Tensor:

@@ -9,20 +9,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda import distributed, functional
+from isda import distributed, functional, kernels
+from isda.batch import OUT_OF_RANGE, problem_in, screen, tally
+from isda.bound import bound
 from isda.covariance import COVARIANCES, Covariance
 from isda.distributed import SKIP
 from isda.functional import Reduction
 
 __all__ = ["ISDALoss"]
 
-_PROBLEMS = {  # what spoils the statistics for good if let in
-    1: "features must be finite: found NaN or infinite values; the batch was left out of the "
+_PROBLEMS = (  # what spoils the statistics for good if let in, in the order of isda.batch
+    "features must be finite: found NaN or infinite values; the batch was left out of the "
     "statistics",
-    2: "target must be in [0, {num_classes}) or ignore_index={ignore_index}: found a class out of "
+    "target must be in [0, {num_classes}) or ignore_index={ignore_index}: found a class out of "
     "range; the batch was left out of the statistics",
-}
-_SPOILED = -2  # target of a batch with a problem, while it travels between ranks
+)
 
 
 class ISDALoss(nn.Module):
@@ -160,23 +161,7 @@ class ISDALoss(nn.Module):
                 return functional.cross_entropy(
                     logits, target, ignore_index=self.ignore_index, reduction=self.reduction
                 )
-            strength = self._strength(progress)
-            target, counted, spoiled = self._update(features.detach(), target)
-            mean = self.reduction == "mean"
-            loss = functional.isda_loss(
-                features,
-                weight,
-                target,
-                self.estimator.quadratic,
-                strength=strength,
-                logits=logits.to(torch.promote_types(logits.dtype, torch.float32)),
-                ignore_index=self.ignore_index,
-                reduction="sum" if mean else self.reduction,
-            )
-            if mean:  # over the samples of all ranks; their gradients will be averaged
-                loss = loss * self._world() / counted.clamp(min=1)
-            self.step += (~spoiled).long()
-            return torch.where(spoiled, torch.nan, loss)
+            return self._bound(features, weight, target, logits, progress)
 
     def check(self) -> None:
         """Raise the error of a bad batch that a GPU saw since the last look (waits for it)."""
@@ -196,58 +181,101 @@ class ISDALoss(nn.Module):
     def _world(self) -> int:
         return distributed.world_size(self.process_group) if self.synchronize else 1
 
-    def _strength(self, progress: float | Tensor | None) -> float | Tensor:
-        """λ in force (Sec. 3.1)."""
+    def _bound(
+        self,
+        features: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        logits: Tensor,
+        progress: float | Tensor | None,
+    ) -> Tensor:
+        """Algorithm 1: merge the batch of all ranks into the statistics; the loss of Eq. 4."""
+        if self.ramp == "linear" and progress is None and self.total_steps is None:
+            raise ValueError("total_steps must be given to the criterion, or progress to each call")
+        batch, index, own = self._collect(functional.flatten(features.detach()), target)
+        strength: float | Tensor
+        index, scale, strength = tally(
+            self.step,
+            self.problem,
+            index,
+            self.lambda_0,
+            self.total_steps or 1,
+            self._world(),
+            self.reduction == "mean",
+        )
         if self.ramp == "constant":
-            return self.lambda_0
-        if progress is None:
-            if self.total_steps is None:
-                raise ValueError(
-                    "total_steps must be given to the criterion, or progress to each call"
+            strength = self.lambda_0
+        elif progress is not None:
+            strength = functional.ramped_strength(self.lambda_0, progress)
+        if target.is_floating_point():
+            self.estimator.update(batch, index)
+            quadratic = self.estimator.quadratic
+        else:
+            own_index = index if own is None else index[own]
+            rows = self._update_and_quadratic(batch, index, weight, own_index)  # (N, C)
+            if kernels.usable(logits) and kernels.usable(rows):
+                loss = bound(
+                    functional.flatten(logits),
+                    rows,
+                    own_index,
+                    strength,
+                    scale=scale,
+                    ignore_index=SKIP,
+                    reduce=self.reduction != "none",
                 )
-            progress = _progress_op(self.step, self.total_steps)
-        return functional.ramped_strength(self.lambda_0, progress)
+                return loss.view(target.shape) if self.reduction == "none" else loss
+            target = own_index.view(target.shape)
 
-    def _update(self, features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Merge the batch of all ranks into the statistics, unless a part of it is bad.
+            def quadratic(weight: Tensor, target: Tensor) -> Tensor:
+                return rows
+
+        loss = functional.isda_loss(
+            features,
+            weight,
+            target,
+            quadratic,
+            strength=strength,
+            logits=logits.to(torch.promote_types(logits.dtype, torch.float32)),
+            ignore_index=SKIP,
+            reduction="none" if self.reduction == "none" else "sum",
+        )
+        return torch.where(scale == 0, torch.nan, loss * scale.to(loss.dtype))
+
+    def _collect(self, features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, slice | None]:
+        """Features and class indices of all ranks, and where those of this rank are among them.
 
         On a CPU a bad batch raises at once, on every rank. Elsewhere the host does not know yet:
-        the batch is masked and the problem noted for :meth:`check`.
-
-        Returns:
-            a target that is safe to index with, the number of samples that count on all ranks, and
-            whether the batch is bad.
+        the class indices tell (see :func:`isda.batch.screen`).
         """
-        features = functional.flatten(features)
         if target.is_floating_point():
-            index = functional.flatten(target).argmax(1)
-            bad_target = ~target.isfinite().all()
+            target = functional.flatten(target)
+            index = screen(features, target.argmax(1), self.num_classes, SKIP)
+            index = torch.where(target.isfinite().all(1), index, OUT_OF_RANGE)
         else:
-            ignored = target == self.ignore_index
-            outside = ((target < 0) | (target >= self.num_classes)) & ~ignored
-            index = torch.where(ignored, SKIP, target).reshape(-1)
-            target = torch.where(outside, 0, target)
-            bad_target = outside.any()
-        problem = torch.where(bad_target, 2, torch.where(features.isfinite().all(), 0, 1))
-        size, world, compiling = len(index), self._world(), torch.compiler.is_compiling()
-        if not compiling:
-            known = int(problem) if features.device.type == "cpu" else 0
+            index = screen(features, target.reshape(-1), self.num_classes, self.ignore_index)
+        number = size = len(index)
+        world = self._world()
+        if not torch.compiler.is_compiling():
+            known = int(problem_in(index)) if index.device.type == "cpu" else 0
             if world > 1:
                 size, known = distributed.agree(size, known, self.process_group)
             if known:
                 raise ValueError(self._explain(known))
-        index = torch.where(problem > 0, _SPOILED, index)
-        if world > 1:
-            features, index = distributed.gather_batch(
-                features, index, self.process_group, size=size
-            )
-        spoiled = (index == _SPOILED).any()
-        self.estimator.update(features, torch.where(spoiled, SKIP, index))
-        self.problem.copy_(torch.maximum(self.problem, torch.maximum(problem, spoiled.long())))
-        return target, (index >= 0).sum(), spoiled
+        if world == 1:
+            return features, index, None
+        features, index = distributed.gather_batch(features, index, self.process_group, size=size)
+        start = size * distributed.rank(self.process_group)
+        return features, index, slice(start, start + number)
+
+    def _update_and_quadratic(
+        self, features: Tensor, index: Tensor, weight: Tensor, target: Tensor
+    ) -> Tensor:
+        if hasattr(self.estimator, "update_and_quadratic"):
+            return self.estimator.update_and_quadratic(features, index, weight, target)
+        return Covariance.update_and_quadratic(self.estimator, features, index, weight, target)
 
     def _explain(self, problem: int) -> str:
-        return _PROBLEMS[problem].format(
+        return _PROBLEMS[problem - 1].format(
             num_classes=self.num_classes, ignore_index=self.ignore_index
         )
 
@@ -304,18 +332,3 @@ class ISDALoss(nn.Module):
             # before the step count is overwritten
             self.estimator.check_state(state_dict, prefix + "estimator.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-@torch.library.custom_op("isda::progress", mutates_args=())
-def _progress_op(step: Tensor, total_steps: int) -> Tensor:
-    """t/T, at most 1.
-
-    An operator, because torch.compile may compute plain arithmetic once more for the backward pass,
-    when the step has been counted already (pytorch/pytorch#197039).
-    """
-    return (step.to(torch.float32) / total_steps).clamp(max=1)
-
-
-@_progress_op.register_fake
-def _(step: Tensor, total_steps: int) -> Tensor:
-    return step.new_empty((), dtype=torch.float32)

@@ -118,8 +118,7 @@ class CrossEntropyLoss(Criterion):
     """Cross entropy; in training its mean is over the samples of all ranks, as in ISDALoss."""
 
     def loss(self, batch: Batch) -> Tensor:
-        losses = functional.cross_entropy(batch.logits, batch.target, reduction="none")
-        return batch.mean(losses)
+        return batch.cross_entropy()
 
 
 class FocalLoss(Criterion):
@@ -190,7 +189,7 @@ class DisturbLabelLoss(Criterion):
             start=batch.start,
         )
         self.step += 1
-        return batch.mean(functional.cross_entropy(batch.logits, target, reduction="none"))
+        return batch._replace(target=target).cross_entropy()
 
     def extra_repr(self) -> str:
         return f"num_classes={self.num_classes}, noise_rate={self.noise_rate}, seed={self.seed}"

@@ -1,11 +1,13 @@
-"""Several runs side by side, each step of all of them captured in one CUDA graph.
+"""Several runs side by side, the steps of all of them captured in one CUDA graph.
 
 Small networks leave a large GPU idle, so the steps of several lanes are captured on forked streams
-of one graph. On a CPU, and where a step cannot be captured, the same functions run as they are.
+of one graph, several steps in a row, since every start of a graph and every meeting of the streams
+costs time. On a CPU, and where a step cannot be captured, the same functions run as they are.
 """
 
+import itertools
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,6 +17,8 @@ from isda.experiments.folder import FolderImages
 from isda.experiments.step import Lane
 
 __all__ = ["Company"]
+
+_STEPS = 8  # captured in a row
 
 
 class Company:
@@ -28,15 +32,20 @@ class Company:
     def __init__(self, lanes: list[Lane], *, capture: bool) -> None:
         self.lanes = lanes
         self.capture = capture
-        self._graphs: dict[int | str, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Callable[[Lane], None], int], torch.cuda.CUDAGraph] = {}
+        self._steps: dict[int, Callable[[Lane], None]] = {}  # by batch size
 
     def train_epoch(self) -> None:
         """Train every lane for an epoch."""
         for lane in self.lanes:
             lane.begin_epoch()
         if isinstance(self.lanes[0].data, ImageArrays):
-            for size in self.lanes[0].batch_sizes():
-                self._run(size, partial(Lane.step, size=size))
+            for size, equal in itertools.groupby(self.lanes[0].batch_sizes()):
+                rows, rest = divmod(len(list(equal)), _STEPS)
+                for _ in range(rows):
+                    self._run(self._step(size), times=_STEPS)
+                for _ in range(rest):
+                    self._run(self._step(size))
             return
         batches = [
             lane.data.train_batches(
@@ -52,12 +61,12 @@ class Company:
         for size, *loaded in zip(self.lanes[0].batch_sizes(), *batches, strict=True):
             for lane, (images, target) in zip(self.lanes, loaded, strict=True):
                 lane.load(images, target)
-            self._run(size, partial(Lane.step, size=size))
+            self._run(self._step(size))
 
     def evaluate(self) -> list[list[float]]:
         """Training loss of the epoch and ``Lane.results`` of every lane; waits for the device."""
         if isinstance(self.lanes[0].data, ImageArrays):
-            self._run("evaluate", Lane.evaluate)
+            self._run(Lane.evaluate)
         else:
             for lane in self.lanes:
                 lane.evaluate()
@@ -67,17 +76,22 @@ class Company:
             rows.append(torch.cat([loss[None] / lane.num_images, lane.results]))
         return torch.stack(rows).tolist()
 
-    def _run(self, name: int | str, function: Any) -> None:
-        if not self.capture:
-            for lane in self.lanes:
-                function(lane)
-            return
-        if name not in self._graphs:
-            self._graphs[name] = self._record(function)
-        self._graphs[name].replay()
+    def _step(self, size: int) -> Callable[[Lane], None]:
+        return self._steps.setdefault(size, partial(Lane.step, size=size))
 
-    def _record(self, function: Any) -> torch.cuda.CUDAGraph:
-        """Capture a function of all lanes, each on its stream; undo what warming up changed."""
+    def _run(self, function: Callable[[Lane], None], *, times: int = 1) -> None:
+        """Call a function of every lane, several times in a row."""
+        if not self.capture:
+            for _ in range(times):
+                for lane in self.lanes:
+                    function(lane)
+            return
+        if (function, times) not in self._graphs:
+            self._graphs[function, times] = self._record(function, times)
+        self._graphs[function, times].replay()
+
+    def _record(self, function: Callable[[Lane], None], times: int) -> torch.cuda.CUDAGraph:
+        """Capture calls for all lanes, each on its stream; undo what warming up changed."""
         torch.cuda.synchronize()
         for lane in self.lanes:
             before = [tensor.detach().clone() for tensor in lane.tensors()]
@@ -96,7 +110,8 @@ class Company:
             for lane in self.lanes:
                 lane.stream.wait_stream(main)
                 with torch.cuda.stream(lane.stream):
-                    function(lane)
+                    for _ in range(times):
+                        function(lane)
             for lane in self.lanes:
                 main.wait_stream(lane.stream)
         return graph

@@ -13,20 +13,32 @@ __all__ = ["Batch", "Criterion", "require"]
 
 
 class Batch(NamedTuple):
-    """What a criterion gets in training; logits are float32 or float64."""
+    """What a criterion gets in training."""
 
     features: Tensor  # (N, A)
     weight: Tensor  # (C, A)
     target: Tensor  # (N,)
-    logits: Tensor  # (N, C)
+    raw_logits: Tensor  # (N, C), in the precision of the network
     progress: float | Tensor | None
     world: int  # number of ranks
     number: int | Tensor  # samples of all ranks, at least 1
     start: int | Tensor  # samples of the ranks before this one
 
+    @property
+    def logits(self) -> Tensor:
+        """Logits in float32 or float64, (N, C)."""
+        return self.raw_logits.to(torch.promote_types(self.raw_logits.dtype, torch.float32))
+
     def mean(self, losses: Tensor) -> Tensor:
         """Mean over the samples of all ranks, whose gradients will be averaged."""
         return losses.sum() * self.world / self.number
+
+    def cross_entropy(self) -> Tensor:
+        """Mean cross entropy over the samples of all ranks."""
+        if self.world == 1:
+            return functional.cross_entropy(self.raw_logits, self.target)
+        losses = functional.cross_entropy(self.raw_logits, self.target, reduction="none")
+        return self.mean(losses)
 
 
 class Criterion(nn.Module):
@@ -62,7 +74,6 @@ class Criterion(nn.Module):
         _check_arguments(features, weight, target, logits, progress)
         if logits is None:
             logits = F.linear(features, weight, bias)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         with torch.autocast(logits.device.type, enabled=False):
             if not self.training:
                 return functional.cross_entropy(logits, target)

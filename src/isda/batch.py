@@ -1,0 +1,99 @@
+"""What the loss asks of a batch before it uses it: which samples count, and whether all are sound.
+
+Bad values would spoil the statistics for good. The host must not wait for the device to find them,
+so they travel as class indices that no class has.
+"""
+
+import torch
+from torch import Tensor
+
+from isda import kernels
+from isda.distributed import SKIP
+
+__all__ = ["NOT_FINITE", "OUT_OF_RANGE", "problem_in", "screen", "tally"]
+
+NOT_FINITE, OUT_OF_RANGE = SKIP - 1, SKIP - 2
+"""Class indices of samples with bad features, and with a bad target; any of them spoils a batch."""
+
+
+@torch.library.custom_op("isda::screen", mutates_args=())
+def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    """Class indices of the samples that count, SKIP for ignored ones, else what is bad about them.
+
+    Shape:
+        features (N, A), target (N,); output (N,).
+    """
+    if kernels.usable(features):
+        return kernels.screen(features, target, num_classes, ignore_index)
+    ignored = target == ignore_index
+    outside = ((target < 0) | (target >= num_classes)) & ~ignored
+    index = torch.where(ignored, SKIP, target)
+    index = torch.where(features.isfinite().all(1), index, NOT_FINITE)
+    return torch.where(outside, OUT_OF_RANGE, index)
+
+
+@screen.register_fake
+def _(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    return torch.empty_like(target)
+
+
+def problem_in(index: Tensor) -> Tensor:
+    """0 for a sound batch, 1 for features that are not finite, 2 for a target out of range."""
+    least = torch.cat([index, index.new_full((1,), SKIP)]).amin()  # of no sample at all: sound
+    return (SKIP - least).clamp(min=0)
+
+
+@torch.library.custom_op("isda::tally", mutates_args=("step", "problem"))
+def tally(
+    step: Tensor,
+    problem: Tensor,
+    index: Tensor,
+    lambda_0: float,
+    total_steps: int,
+    world: int,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count a step, unless its batch is bad: then note what is bad and leave all samples out.
+
+    An operator, because torch.compile may compute plain arithmetic once more for the backward pass,
+    when the step has been counted already (pytorch/pytorch#197039).
+
+    Args:
+        step: number of steps so far.
+        problem: largest problem so far.
+        index: class indices of all ranks, see :func:`screen`.
+        lambda_0: final strength.
+        total_steps: number of steps of the whole training.
+        world: number of ranks.
+        mean: whether the loss is a mean.
+
+    Returns:
+        the class indices, all SKIP for a bad batch; the factor of the sum over the samples of this
+        rank (for a mean, over the samples of all ranks, whose gradients will be averaged), 0 for a
+        bad batch; and the strength λ = λ₀ t/T before this step.
+    """
+    if kernels.usable(index):
+        return kernels.tally(step, problem, index, lambda_0, total_steps, world, mean)
+    found = problem_in(index)
+    scale = torch.ones((), dtype=torch.float64, device=index.device)
+    if mean:
+        scale = world * scale / (index >= 0).sum().clamp(min=1)
+    strength = lambda_0 * (step.to(torch.float32) / total_steps).clamp(max=1)
+    step += (found == 0).long()
+    problem.copy_(torch.maximum(problem, found))
+    index = torch.where(found > 0, SKIP, index)
+    return index, torch.where(found > 0, 0.0, scale), strength
+
+
+@tally.register_fake
+def _(
+    step: Tensor,
+    problem: Tensor,
+    index: Tensor,
+    lambda_0: float,
+    total_steps: int,
+    world: int,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scale = step.new_empty((), dtype=torch.float64)
+    return torch.empty_like(index), scale, step.new_empty((), dtype=torch.float32)

@@ -1,0 +1,142 @@
+"""Eq. 4 in one operator for CUDA: shifted logits, cross entropy and their mean.
+
+The plain form stands in ``functional.py``: ``isda_loss`` and, without a quadratic term,
+``cross_entropy``.
+"""
+
+import torch
+from torch import Tensor
+
+from isda import kernels
+
+__all__ = ["bound"]
+
+
+def bound(
+    logits: Tensor,
+    quadratic: Tensor | None,
+    index: Tensor,
+    strength: float | Tensor = 0.0,
+    *,
+    scale: Tensor | None = None,
+    ignore_index: int = -100,
+    reduce: bool = True,
+) -> Tensor:
+    """Cross entropy of logits + (λ/2) quadratic, in float32.
+
+    Args:
+        logits: of the final linear layer.
+        quadratic: variance of every logit margin, float32; None for ordinary cross entropy.
+        index: class indices; the loss of a class out of range is NaN.
+        strength: λ.
+        scale: factor of the sum of the losses, 0 to make them NaN, without gradients; None for
+            their mean.
+        ignore_index: class index of samples that do not count.
+        reduce: False for the losses themselves.
+
+    Shape:
+        logits (N, C), quadratic (N, C), index (N,); output () or (N,).
+    """
+    if quadratic is not None and not isinstance(strength, Tensor):
+        strength = torch.full((), strength, device=logits.device)
+    factor = strength if isinstance(strength, Tensor) else None
+    return _bound_op(logits, quadratic, index, factor, scale, ignore_index, reduce)[0]
+
+
+@torch.library.custom_op("isda::bound", mutates_args=(), device_types="cuda")
+def _bound_op(
+    logits: Tensor,
+    quadratic: Tensor | None,
+    index: Tensor,
+    strength: Tensor | None,
+    scale: Tensor | None,
+    ignore_index: int,
+    reduce: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels.bound(
+        logits.contiguous(),
+        quadratic,
+        index.contiguous(),
+        strength,
+        scale,
+        ignore_index=ignore_index,
+        reduce=reduce,
+    )
+
+
+@_bound_op.register_fake
+def _(
+    logits: Tensor,
+    quadratic: Tensor | None,
+    index: Tensor,
+    strength: Tensor | None,
+    scale: Tensor | None,
+    ignore_index: int,
+    reduce: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    number = logits.shape[0]
+    loss = logits.new_empty(() if reduce else (number,), dtype=torch.float32)
+    total = logits.new_empty((number,), dtype=torch.float32)
+    return loss, total, logits.new_empty((), dtype=torch.float64)
+
+
+@torch.library.custom_op("isda::bound_backward", mutates_args=(), device_types="cuda")
+def _bound_backward_op(
+    grad: Tensor,
+    logits: Tensor,
+    quadratic: Tensor | None,
+    index: Tensor,
+    strength: Tensor | None,
+    total: Tensor,
+    scale: Tensor,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    return kernels.bound_backward(
+        grad,
+        logits.contiguous(),
+        quadratic,
+        index.contiguous(),
+        strength,
+        total,
+        scale,
+        ignore_index=ignore_index,
+    )
+
+
+@_bound_backward_op.register_fake
+def _(
+    grad: Tensor,
+    logits: Tensor,
+    quadratic: Tensor | None,
+    index: Tensor,
+    strength: Tensor | None,
+    total: Tensor,
+    scale: Tensor,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    quadratic_grad = logits.new_empty(0) if quadratic is None else torch.empty_like(quadratic)
+    return torch.empty_like(logits.contiguous()), quadratic_grad
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    logits, quadratic, index, strength, _, ctx.ignore_index, _ = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(logits, quadratic, index, strength, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(
+    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_unused: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
+    saved = ctx.saved_tensors  # type: ignore[attr-defined]
+    logits_grad, quadratic_grad = _bound_backward_op(
+        grad,
+        *saved,
+        ctx.ignore_index,  # type: ignore[attr-defined]
+    )
+    return logits_grad, None if saved[1] is None else quadratic_grad, *(None,) * 5
+
+
+_bound_op.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,66 @@
+"""Triton kernels for CUDA, chosen automatically, with the results of the plain forms.
+
+================  ==================================================================================
+``statistics``    which samples count, class statistics of a batch (Eq. 9, 10 for variances, 11)
+``full``          update of covariances (Eq. 10) fused with the products of Eq. 4 and their gradient
+``bound``         shifted logits and cross entropy (Eq. 4), forward and backward
+================  ==================================================================================
+
+Nothing waits for the host, no result depends on an order that changes from run to run (there are no
+atomic additions), and absent classes cost one exit: a whole step can be captured in a CUDA graph.
+The environment variable ``ISDA_TRITON=0`` turns all kernels off.
+"""
+
+import os
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+except ImportError:  # a build of torch without Triton
+    triton = None
+
+__all__ = ["usable"]
+
+if triton is not None:
+    from isda.kernels.bound import bound, bound_backward
+    from isda.kernels.full import (
+        empty_products,
+        gather_rows,
+        multiply,
+        update,
+        update_and_multiply,
+        weight_gradient,
+    )
+    from isda.kernels.statistics import screen, tally, update_variances
+
+    __all__ += [
+        "bound",
+        "bound_backward",
+        "empty_products",
+        "gather_rows",
+        "multiply",
+        "screen",
+        "tally",
+        "update",
+        "update_and_multiply",
+        "update_variances",
+        "weight_gradient",
+    ]
+
+
+def usable(tensor: Tensor) -> bool:
+    """Whether the kernels can run on this tensor."""
+    return (
+        tensor.is_cuda
+        and tensor.dtype != torch.float64
+        and triton is not None
+        and torch.version.hip is None
+        and _switched_on()
+    )
+
+
+@torch.compiler.assume_constant_result
+def _switched_on() -> bool:
+    return os.environ.get("ISDA_TRITON", "1") != "0"

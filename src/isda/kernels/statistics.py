@@ -1,0 +1,389 @@
+"""Which samples of a batch count, and the statistics of its classes."""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["Classes", "class_statistics", "screen", "tally", "update_variances"]
+
+_SAMPLES = 16  # samples read at a time
+_FEATURES = 256  # features of a program
+
+
+class Classes(NamedTuple):
+    """The classes of a batch, in slots, and what the update of their covariances needs.
+
+    A class has the slot of its own number if there are no more classes than samples, else the place
+    of its first sample among those sorted by class: either way there are P = min(N, C) slots.
+    """
+
+    classes: Tensor  # (P,) class in each slot, −1 in unused ones
+    slot: Tensor  # (C,) slot of each class of the own samples, −1 for the others
+    own_classes: Tensor  # (P',) the same slots, seen from the other side
+    batch_count: Tensor  # (C,)
+    start: Tensor  # (C,) samples of the classes before
+    share: Tensor  # (C,) weight of the batch in the merged moments
+    rows: Tensor  # (2 N, A) those of class c from 2 · start: Σ_new = (1 − share) Σ + rowsᵀ rows
+
+
+def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    """See ``isda.batch.screen``."""
+    features, target = features.contiguous(), target.contiguous()
+    index = torch.empty_like(target)
+    if len(target):
+        width = features.shape[1]
+        block = min(triton.next_power_of_2(width), 1024)
+        _screen[(len(target),)](
+            features, target, index, num_classes, width, ignore_index, block=block
+        )
+    return index
+
+
+def tally(
+    step: Tensor,
+    problem: Tensor,
+    index: Tensor,
+    lambda_0: float,
+    total_steps: int,
+    world: int,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``isda.batch.tally``."""
+    sound = torch.empty_like(index)
+    scale = torch.empty((), dtype=torch.float64, device=index.device)
+    strength = torch.empty((), device=index.device)
+    block = min(triton.next_power_of_2(max(len(index), 1)), 1024)
+    _tally[(1,)](
+        step,
+        problem,
+        index.contiguous(),
+        sound,
+        scale,
+        strength,
+        len(index),
+        float(lambda_0),
+        float(total_steps),
+        float(world),
+        mean=mean,
+        block=block,
+    )
+    return sound, scale, strength
+
+
+def class_statistics(
+    index: Tensor,
+    target: Tensor,
+    num_classes: int,
+    first_class: int = 0,
+    *,
+    features: Tensor | None = None,
+    count: Tensor | None = None,
+    mean: Tensor | None = None,
+    variance: Tensor | None = None,
+    decay: float = 1.0,
+) -> Classes:
+    """Find the classes of a batch and, given features, merge it into count and mean in place.
+
+    Args:
+        index: class indices of the batch; negative for samples to be left out.
+        target: class indices of the samples whose slots are wanted, the same or some of these.
+        num_classes: number of classes that have statistics here.
+        first_class: the first class that has statistics here.
+        features: of the batch; without them, nothing is merged.
+        count: of each class.
+        mean: of each class.
+        variance: of each class, merged too (Eq. 10, diagonal); without it, the rows for full
+            covariances are written.
+        decay: see ``isda.functional.merge_moments``.
+
+    Shape:
+        index (N,), target (N',), features (N, A), count (C,), mean (C, A), variance (C, A).
+    """
+    samples, device = len(index), index.device
+    whole = index.data_ptr() == target.data_ptr() and samples == len(target)
+    slots, own_slots = min(samples, num_classes), min(len(target), num_classes)
+
+    def integers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    classes = integers(slots)
+    merge = features is not None
+    width = features.shape[1] if features is not None else 1
+    keep_rows = merge and variance is None
+    result = Classes(
+        classes,
+        integers(num_classes),
+        classes if whole else integers(own_slots),
+        integers(num_classes),
+        integers(num_classes),
+        torch.empty(num_classes, device=device),
+        torch.empty((2 * samples if keep_rows else 0, width), device=device),
+    )
+    if not samples:
+        result.slot.fill_(-1)
+        result.batch_count.zero_()
+        return result
+    nothing = result.share
+    features_block = min(triton.next_power_of_2(width), _FEATURES)
+    _class_statistics[(num_classes, triton.cdiv(width, features_block))](
+        index.contiguous(),
+        target.contiguous(),
+        features.contiguous() if features is not None else nothing,
+        count if count is not None else nothing,
+        mean if mean is not None else nothing,
+        variance if variance is not None else nothing,
+        *result,
+        samples,
+        len(target),
+        num_classes,
+        width,
+        first_class,
+        slots,
+        own_slots,
+        math.log(decay),
+        merge=merge,
+        diagonal=variance is not None,
+        fade=decay != 1.0,
+        whole=whole,
+        scan_block=min(triton.next_power_of_2(samples), 1024),
+        samples_block=_SAMPLES,
+        features_block=features_block,
+    )
+    if count is not None:
+        count += result.batch_count
+    return result
+
+
+def update_variances(
+    count: Tensor, mean: Tensor, variance: Tensor, features: Tensor, index: Tensor, decay: float
+) -> None:
+    """Merge a batch into count, mean and variance of each class in place (Eq. 9, 10 and 11)."""
+    class_statistics(
+        index,
+        index,
+        len(count),
+        features=features,
+        count=count,
+        mean=mean,
+        variance=variance,
+        decay=decay,
+    )
+
+
+@triton.jit
+def _screen(  # type: ignore[no-untyped-def]
+    features, target, index, num_classes, num_features, ignore_index, block: tl.constexpr
+):
+    sample = tl.program_id(0).to(tl.int64)
+    bad = tl.zeros((block,), dtype=tl.int32)
+    for first in range(0, num_features, block):
+        column = first + tl.arange(0, block)
+        inside = column < num_features
+        value = tl.load(features + sample * num_features + column, mask=inside, other=0.0)
+        value = value.to(tl.float32)
+        bad += (value - value != 0.0).to(tl.int32)  # NaN for NaN and for infinite values
+    label = tl.load(target + sample)
+    ignored = label == ignore_index
+    outside = ((label < 0) | (label >= num_classes)) & (label != ignore_index)
+    result = tl.where(ignored, -1, label)
+    result = tl.where(tl.sum(bad) > 0, -2, result)
+    tl.store(index + sample, tl.where(outside, -3, result))
+
+
+@triton.jit
+def _tally(  # type: ignore[no-untyped-def]
+    step,
+    problem,
+    index,
+    sound,
+    scale,
+    strength,
+    num_samples,
+    lambda_0,
+    total_steps,
+    world,
+    mean: tl.constexpr,
+    block: tl.constexpr,
+):
+    counted = tl.zeros((block,), dtype=tl.int32)
+    least = tl.zeros((block,), dtype=tl.int64)
+    for first in range(0, num_samples, block):
+        position = first + tl.arange(0, block)
+        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        counted += (value >= 0).to(tl.int32)
+        least = tl.minimum(least, value)
+    number = tl.sum(counted)
+    found = tl.maximum(-1 - tl.min(least), 0)  # 1: not finite, 2: out of range
+    for first in range(0, num_samples, block):
+        position = first + tl.arange(0, block)
+        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        value = tl.where(found > 0, -1, value)
+        tl.store(sound + position, value, mask=position < num_samples)
+    factor = 1.0
+    if mean:
+        factor = world / tl.maximum(number, 1).to(tl.float32)
+    done = tl.load(step)
+    tl.store(strength, lambda_0 * tl.minimum(done.to(tl.float32) / total_steps, 1.0))
+    tl.store(scale, tl.where(found > 0, 0.0, factor))
+    tl.store(step, done + (found == 0).to(tl.int64))
+    tl.store(problem, tl.maximum(tl.load(problem), found))
+
+
+@triton.jit
+def _class_statistics(  # type: ignore[no-untyped-def]
+    index,
+    target,
+    features,
+    count,
+    mean,
+    variance,
+    classes,
+    slot,
+    own_classes,
+    batch_count,
+    start,
+    share,
+    rows,
+    num_samples,
+    num_targets,
+    num_classes,
+    num_features,
+    first_class,
+    slots,
+    own_slots,
+    log_decay,
+    merge: tl.constexpr,
+    diagonal: tl.constexpr,
+    fade: tl.constexpr,
+    whole: tl.constexpr,
+    scan_block: tl.constexpr,
+    samples_block: tl.constexpr,
+    features_block: tl.constexpr,
+):
+    label = tl.program_id(0)
+    number = 0  # samples of this class
+    before = 0  # of the classes before
+    total = 0  # of all classes here
+    for first in range(0, num_samples, scan_block):
+        position = first + tl.arange(0, scan_block)
+        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        value = tl.where(value < 0, -1, value - first_class)
+        number += tl.sum((value == label).to(tl.int32))
+        before += tl.sum(((value >= 0) & (value < label)).to(tl.int32))
+        total += tl.sum(((value >= 0) & (value < num_classes)).to(tl.int32))
+    own = number
+    own_before = before
+    own_total = total
+    if not whole:
+        own = 0
+        own_before = 0
+        own_total = 0
+        for first in range(0, num_targets, scan_block):
+            position = first + tl.arange(0, scan_block)
+            value = tl.load(target + position, mask=position < num_targets, other=-1)
+            value = tl.where(value < 0, -1, value - first_class)
+            own += tl.sum((value == label).to(tl.int32))
+            own_before += tl.sum(((value >= 0) & (value < label)).to(tl.int32))
+            own_total += tl.sum(((value >= 0) & (value < num_classes)).to(tl.int32))
+    if tl.program_id(1) == 0:
+        tl.store(batch_count + label, number)
+        tl.store(start + label, before)
+        place = own_before
+        if own_slots == num_classes:
+            place = label
+        tl.store(slot + label, tl.where(own > 0, place, -1))
+        _fill_slots(classes, label, number, before, total, num_classes, slots, scan_block)
+        if not whole:
+            _fill_slots(
+                own_classes, label, own, own_before, own_total, num_classes, own_slots, scan_block
+            )
+    if not merge:
+        return
+    if number == 0:
+        return
+    amount = tl.cast(number, tl.float32)
+    seen = tl.load(count + label) + number
+    weight = amount / seen.to(tl.float32)
+    if fade:  # in float64: the difference to 1 may be small
+        least = 1.0 - tl.exp(tl.cast(number, tl.float64) * log_decay)
+        weight = tl.maximum(weight, least.to(tl.float32))
+    if tl.program_id(1) == 0:
+        tl.store(share + label, weight)
+    column = tl.program_id(1) * features_block + tl.arange(0, features_block)
+    inside = column < num_features
+    summed = tl.zeros((features_block,), dtype=tl.float32)
+    for first in range(0, num_samples, samples_block):
+        position = first + tl.arange(0, samples_block)
+        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        match = value == label + first_class
+        if tl.sum(match.to(tl.int32)) > 0:
+            tile = tl.load(
+                features + position[:, None].to(tl.int64) * num_features + column[None, :],
+                mask=match[:, None] & inside[None, :],
+                other=0.0,
+            )
+            summed += tl.sum(tile.to(tl.float32), 0)
+    batch_mean = summed / amount
+    line = label.to(tl.int64) * num_features + column
+    old_mean = tl.load(mean + line, mask=inside, other=0.0)
+    shift = batch_mean - old_mean
+    tl.store(mean + line, old_mean + weight * shift, mask=inside)  # Eq. 9
+    spread = tl.zeros((features_block,), dtype=tl.float32)
+    done = 0
+    row = rows + tl.cast(before, tl.int64) * 2 * num_features
+    for first in range(0, num_samples, samples_block):
+        position = first + tl.arange(0, samples_block)
+        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        match = value == label + first_class
+        matches = tl.sum(match.to(tl.int32))
+        if matches > 0:
+            mask = match[:, None] & inside[None, :]
+            tile = tl.load(
+                features + position[:, None].to(tl.int64) * num_features + column[None, :],
+                mask=mask,
+                other=0.0,
+            )
+            centred = tl.where(mask, tile.to(tl.float32) - batch_mean[None, :], 0.0)
+            if diagonal:
+                spread += tl.sum(centred * centred, 0)
+            else:
+                rank = done + tl.cumsum(match.to(tl.int32), 0) - 1
+                tl.store(
+                    row + rank[:, None].to(tl.int64) * num_features + column[None, :],
+                    centred * tl.sqrt(weight / amount),
+                    mask=mask,
+                )
+            done += matches
+    if diagonal:
+        old = tl.load(variance + line, mask=inside, other=0.0)
+        new = (1.0 - weight) * old + weight * (spread / amount)
+        new += weight * (1.0 - weight) * shift * shift
+        tl.store(variance + line, new, mask=inside)  # Eq. 10
+    else:
+        tl.store(
+            row + tl.cast(number, tl.int64) * num_features + column,
+            shift * tl.sqrt(weight * (1.0 - weight)),
+            mask=inside,
+        )
+
+
+@triton.jit
+def _fill_slots(  # type: ignore[no-untyped-def]
+    classes, label, number, before, total, num_classes, slots, block: tl.constexpr
+):
+    """Write the slots that belong to a class: its first sample's place, −1 into the others'."""
+    if slots == num_classes:
+        tl.store(classes + label, tl.where(number > 0, label, -1))
+    else:
+        for first in range(0, number, block):
+            place = first + tl.arange(0, block)
+            value = tl.where(place == 0, label, -1)
+            tl.store(classes + before + place, value, mask=place < number)
+        if label == 0:  # behind the last class
+            for first in range(0, slots - total, block):
+                place = total + first + tl.arange(0, block)
+                tl.store(classes + place, place * 0 - 1, mask=place < slots)
