@@ -2,11 +2,13 @@
 
 The forms are "ce" (torch's cross entropy), "library" (:class:`isda.ISDALoss`), "direct" (the
 equations of the paper written down one by one, with tensors of shape (N, C, A) and (N, A, A)) and,
-on request, "peer" (your local copy of the authors' ``ISDA.py`` or ``ISDA_imagenet.py``). Every case
-runs in a process of its own.
+on request, "peer" (your local copy of the authors' ``ISDA.py`` or ``ISDA_imagenet.py``) and the
+losses that Table 4 compares ISDA with, which have no covariance. Every case runs in a process of
+its own.
 
     python benchmarks/loss.py --out results/benchmarks/loss_cpu.csv
     python benchmarks/loss.py --table results/benchmarks/loss_cpu.csv
+    python benchmarks/loss.py --forms ce focal lq disturb_label center large_margin
 """
 
 import argparse
@@ -17,14 +19,14 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from direct import DirectLoss
@@ -33,7 +35,21 @@ from torch.nn import functional as F
 
 import isda
 
-__all__ = ["Case", "Row", "draw", "main", "markdown", "measure", "read"]
+__all__ = [
+    "Case",
+    "Row",
+    "draw",
+    "extra_device_memory",
+    "main",
+    "markdown",
+    "measure",
+    "out_of_memory",
+    "peer_loss",
+    "peer_structure",
+    "read",
+    "read_rows",
+    "three_digits",
+]
 
 STRUCTURES = ("full", "diagonal", "shared", "identity")
 SHAPES = ((128, 10, 64), (128, 100, 640), (64, 100, 2190), (256, 1000, 2048))
@@ -44,7 +60,17 @@ FORMS = {  # title and colour
     "library": ("torch-isda", "#2a6f97"),
     "direct": ("direct form", "#e07a5f"),
     "peer": ("authors' file", "#6d597a"),
+    "focal": ("focal", "#81b29a"),
+    "lq": ("L_q", "#f2cc8f"),
+    "disturb_label": ("disturb label", "#b56576"),
+    "center": ("center", "#457b9d"),
+    "large_margin": ("large margin", "#3d405b"),
 }
+BASELINES = ("focal", "lq", "disturb_label", "center", "large_margin")  # of Table 4
+TIMED = ("ce", "library", "direct", *BASELINES)  # forms that need no file of the authors'
+
+T = TypeVar("T")
+Group = tuple[tuple[int, int, int, str], list["Row"]]  # N, C, A, structure; its rows
 
 
 @dataclass(frozen=True)
@@ -52,8 +78,8 @@ class Case:
     """What is timed."""
 
     device: str
-    form: str  # "ce", "library", "direct" or "peer"
-    structure: str  # of the covariance; "none" for cross entropy
+    form: str  # one of FORMS
+    structure: str  # of the covariance; "none" for cross entropy and the baselines
     shape: tuple[int, int, int]  # N, C, A
     threads: int
     repeat: int
@@ -88,10 +114,10 @@ def measure(case: Case) -> Row:
         _limit_memory()
     try:
         step = _create_step(case, case.shape)
-        extra = (_extra_device_memory if cuda else _extra_host_memory)(step) / 2**20
+        extra = (extra_device_memory if cuda else _extra_host_memory)(step) / 2**20
         milliseconds = 1e3 * statistics.median(_times(step, case.repeat, cuda))
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if "memory" not in str(error) and not isinstance(error, MemoryError):
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
             raise
         milliseconds, note = None, "does not fit in memory"
     return _row(case, milliseconds, extra, note)
@@ -99,38 +125,31 @@ def measure(case: Case) -> Row:
 
 def read(path: Path) -> list[Row]:
     """Rows of a CSV that this script has written."""
+    return read_rows(path, Row)
+
+
+def read_rows(path: Path, kind: type[T]) -> list[T]:
+    """Lines of a CSV as instances of a dataclass, whose fields are str, int or float | None."""
+    types = get_type_hints(kind)
 
     def parse(name: str, text: str) -> Any:
-        if name in ("N", "C", "A", "threads"):
-            return int(text)
-        if name in ("milliseconds", "extra_mebibytes"):
-            return float(text) if text else None
-        return text
+        if types[name] in (str, int):
+            return types[name](text)
+        return float(text) if text else None
 
     with path.open(newline="") as file:
         return [
-            Row(**{name: parse(name, text) for name, text in line.items()})
+            kind(**{name: parse(name, text) for name, text in line.items()})
             for line in csv.DictReader(file)
         ]
 
 
 def markdown(rows: list[Row]) -> str:
-    """Table for a page: a line for each shape and structure, a column for each form."""
-    forms = [form for form in FORMS if _only(rows, form=form)]
-    lines = [
-        f"| N, C, A | covariance | {' | '.join(FORMS[form][0] for form in forms)} | "
-        "direct ÷ torch-isda |",
-        "|---|---|" + "---|" * (len(forms) + 1),
-    ]
-    for (*shape, structure), group in _groups(rows):
-        cells = []
-        for form in forms:
-            found = _only(group, form=form)
-            cells.append(_cell(found[0]) if found else "")
-        ratio = _ratio(_only(group, form="direct"), _only(group, form="library"))
-        shown = ", ".join(map(str, shape))
-        lines.append(f"| {shown} | {structure} | {' | '.join(cells)} | {ratio} |")
-    return "\n".join(lines)
+    """Tables for a page: the structures of the covariance, then the baselines, if timed."""
+    groups = _groups(rows)
+    structured = [group for group in groups if group[0][3] != "none"]
+    baselines = [group for group in groups if group[0][3] == "none"]
+    return "\n\n".join(_table(part) for part in (structured, baselines) if part)
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -146,36 +165,77 @@ def draw(rows: list[Row], path: Path) -> None:
         ("milliseconds a step", "extra mebibytes at the peak"),
         strict=True,
     ):
-        for position, (form, (title, colour)) in enumerate(FORMS.items()):
-            values = [
-                (place, value)
-                for place, (_, group) in enumerate(groups)
-                for row in _only(group, form=form)
-                if (value := getattr(row, quantity)) is not None
-            ]
-            if values:
-                places, heights = zip(*values, strict=True)
-                panel.bar(
-                    [place + 0.2 * (position - 1.5) for place in places],
-                    heights,
-                    0.2,
-                    color=colour,
-                    label=title,
-                )
+        for form, (title, colour) in FORMS.items():
+            bars = []  # left edge, height, width
+            for place, (_, group) in enumerate(groups):
+                present = _present(group)
+                width = 0.8 / len(present)
+                bars += [
+                    (place - 0.4 + width * present.index(form), value, width)
+                    for row in _only(group, form=form)
+                    if (value := getattr(row, quantity)) is not None
+                ]
+            if bars:
+                panel.bar(*zip(*bars, strict=True), align="edge", color=colour, label=title)
         panel.set_yscale("log")
         panel.set_title(heading, loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.3)
     panels[1].set_xticks(
         range(len(groups)),
-        [f"{structure}\n{n}, {c}, {a}" for (n, c, a, structure), _ in groups],
+        [
+            f"{'baselines' if structure == 'none' else structure}\n{n}, {c}, {a}"
+            for (n, c, a, structure), _ in groups
+        ],
         rotation=60,
         fontsize=8,
     )
-    panels[0].legend(frameon=False, fontsize=8, ncols=4)
+    handles, titles = panels[0].get_legend_handles_labels()
+    figure.legend(handles, titles, frameon=False, fontsize=8, ncols=4, loc="outside upper left")
     figure.supxlabel("covariance and N, C, A", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def peer_loss(path: Path, head: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of the authors' ``ISDA.py`` or ``ISDA_imagenet.py``, of features and target."""
+    criterion = _load(path).ISDALoss(head.in_features, head.out_features)
+    if "fc" in inspect.signature(criterion.forward).parameters:  # ISDA.py
+        return lambda features, target: criterion(nn.Identity(), head, features, target, 0.25)[0]
+
+    class Network(nn.Module):  # ISDA_imagenet.py takes a wrapped model that returns both
+        module = SimpleNamespace(fc=head)
+
+        def forward(self, x: Tensor, isda: bool) -> tuple[Tensor, Tensor]:
+            return head(x), x
+
+    return lambda features, target: criterion(Network(), features, target, 0.25)[0]
+
+
+def peer_structure(path: Path) -> str:
+    """Structure of the covariance in a file of the authors'."""
+    return "full" if _load(path).ISDALoss(2, 3).estimator.CoVariance.dim() == 3 else "diagonal"
+
+
+def extra_device_memory(step: Callable[[], object]) -> int:
+    """Bytes of a GPU that a call takes at its peak, above what is held before it."""
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - held
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that something does not fit; torch's own are RuntimeErrors."""
+    words = ("allocate memory", "out of memory")  # on a CPU and on a GPU
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def three_digits(value: float | None) -> str:
+    """Three significant digits, no exponent."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -195,11 +255,11 @@ def main(arguments: list[str] | None = None) -> None:
             except BrokenProcessPool:
                 row = _row(case, None, None, "killed: does not fit in memory")
         if not rows:
-            print(f"{'form':<8} {'covariance':<10} {'N, C, A':<16} {'ms':>10} {'extra MiB':>10}")
-        shown = ", ".join(map(str, case.shape))
-        time_text, memory_text = _number(row.milliseconds), _number(row.extra_mebibytes)
+            print(f"{'form':<13} {'covariance':<10} {'N, C, A':<16} {'ms':>10} {'extra MiB':>10}")
+        sizes = ", ".join(map(str, case.shape))
+        time_text, memory_text = three_digits(row.milliseconds), three_digits(row.extra_mebibytes)
         print(
-            f"{row.form:<8} {row.structure:<10} {shown:<16} {time_text:>10} {memory_text:>10}"
+            f"{row.form:<13} {row.structure:<10} {sizes:<16} {time_text:>10} {memory_text:>10}"
             f"{'  ' + row.note if row.note else ''}",
             flush=True,
         )
@@ -228,8 +288,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--repeat", type=int, default=20, help="steps timed per case (default: 20)")
     add("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on a CPU")
     add("--shapes", type=shape, nargs="+", default=SHAPES, metavar="N,C,A", help="sizes to time")
+    add("--forms", nargs="+", choices=TIMED, default=TIMED[:3], help="default: ce library direct")
     add("--structures", nargs="+", choices=STRUCTURES, default=STRUCTURES, help="of the covariance")
-    add("--peer", type=Path, help="local copy of the authors' ISDA.py or ISDA_imagenet.py to time")
+    add(
+        "--peer",
+        type=Path,
+        help="local copy of the authors' ISDA.py or ISDA_imagenet.py, timed too",
+    )
     add("--out", type=Path, help="CSV to write; a plot is drawn beside it")
     add("--plot", type=Path, help="PNG to draw, if not beside --out")
     add("--table", type=Path, metavar="CSV", help="time nothing: print this CSV as markdown")
@@ -247,14 +312,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    peer_structure = _peer_structure(options.peer) if options.peer else None
+    of_peer = peer_structure(options.peer) if options.peer else None
     for n, c, a in options.shapes:
-        wanted = [("ce", "none")]
+        candidates = [("ce", "none")]
         for structure in options.structures:
             if structure == "diagonal" or c * a * a <= LARGEST_STATE:
-                wanted += [("library", structure), ("direct", structure)]
-                wanted += [("peer", structure)] * (structure == peer_structure)
-        for form, structure in wanted:
+                candidates += [("library", structure), ("direct", structure)]
+                candidates += [("peer", structure)] * (structure == of_peer)
+        candidates += [(form, "none") for form in BASELINES]
+        for form, structure in candidates:
+            if form not in options.forms and form != "peer":
+                continue
             yield Case(
                 options.device,
                 form,
@@ -273,11 +341,7 @@ def _create_step(case: Case, shape: tuple[int, int, int]) -> Callable[[], None]:
     features = torch.randn(n, a).to(case.device).requires_grad_()
     target = torch.randint(c, (n,)).to(case.device)
     head = nn.Linear(a, c).to(case.device)
-    if case.form == "peer":
-        assert case.peer is not None
-        compute = _peer_loss(case.peer, features, target, head)
-    else:
-        compute = _loss(case, features, target, head)
+    compute = _loss(case, features, target, head)
 
     def step() -> None:
         features.grad = None
@@ -290,33 +354,36 @@ def _create_step(case: Case, shape: tuple[int, int, int]) -> Callable[[], None]:
 def _loss(case: Case, features: Tensor, target: Tensor, head: nn.Linear) -> Callable[[], Tensor]:
     if case.form == "ce":
         return lambda: F.cross_entropy(F.linear(features, head.weight, head.bias), target)
-    create: Callable[..., nn.Module] = {"library": isda.ISDALoss, "direct": DirectLoss}[case.form]
-    criterion = create(
-        head.in_features, head.out_features, lambda_0=0.5, covariance=case.structure
-    ).to(case.device)
-    for buffer in criterion.buffers():
-        buffer.add_(0)  # zeros take up no memory before they are written to
-    return lambda: criterion(features, head.weight, target, bias=head.bias, progress=0.5)
+    if case.form == "peer":
+        assert case.peer is not None
+        of_peer = peer_loss(case.peer, head)
+        return lambda: of_peer(features, target)
+    criterion = _criterion(case, head.in_features, head.out_features).to(case.device)
+    with torch.no_grad():
+        for tensor in (*criterion.buffers(), *criterion.parameters()):
+            tensor.add_(0)  # zeros take up no memory before they are written to
+
+    def compute() -> Tensor:
+        criterion.zero_grad(set_to_none=True)  # centers are parameters
+        return criterion(features, head.weight, target, bias=head.bias, progress=0.5)
+
+    return compute
 
 
-def _peer_loss(
-    path: Path, features: Tensor, target: Tensor, head: nn.Linear
-) -> Callable[[], Tensor]:
-    criterion = _load(path).ISDALoss(head.in_features, head.out_features)
-    if "fc" in inspect.signature(criterion.forward).parameters:  # ISDA.py
-        return lambda: criterion(nn.Identity(), head, features, target, 0.25)[0]
+def _criterion(case: Case, num_features: int, num_classes: int) -> nn.Module:
+    if case.form in BASELINES:
+        from isda.experiments import baselines
 
-    class Network(nn.Module):  # ISDA_imagenet.py takes a wrapped model that returns both
-        module = SimpleNamespace(fc=head)
-
-        def forward(self, x: Tensor, isda: bool) -> tuple[Tensor, Tensor]:
-            return head(x), x
-
-    return lambda: criterion(Network(), features, target, 0.25)[0]
-
-
-def _peer_structure(path: Path) -> str:
-    return "full" if _load(path).ISDALoss(2, 3).estimator.CoVariance.dim() == 3 else "diagonal"
+        create: dict[str, Callable[[], nn.Module]] = {
+            "focal": baselines.FocalLoss,
+            "lq": baselines.LqLoss,
+            "disturb_label": lambda: baselines.DisturbLabelLoss(num_classes),
+            "center": lambda: baselines.CenterLoss(num_features, num_classes),
+            "large_margin": baselines.LargeMarginLoss,
+        }
+        return create[case.form]()
+    kind: Callable[..., nn.Module] = {"library": isda.ISDALoss, "direct": DirectLoss}[case.form]
+    return kind(num_features, num_classes, lambda_0=0.5, covariance=case.structure)
 
 
 def _load(path: Path) -> ModuleType:
@@ -347,13 +414,6 @@ def _times(step: Callable[[], None], repeat: int, cuda: bool) -> list[float]:
             step()
             times.append(time.perf_counter() - begin)
     return times
-
-
-def _extra_device_memory(step: Callable[[], None]) -> int:
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - held
 
 
 def _extra_host_memory(step: Callable[[], None]) -> int:
@@ -400,23 +460,48 @@ def _row(case: Case, milliseconds: float | None, extra: float | None, note: str)
     )
 
 
-def _groups(rows: list[Row]) -> list[tuple[tuple[int, int, int, str], list[Row]]]:
-    """Rows of each shape and structure; cross entropy belongs to every structure."""
-    keys = dict.fromkeys((r.N, r.C, r.A, r.structure) for r in rows if r.form != "ce")
-    return [
-        (key, [r for r in rows if key[:3] == (r.N, r.C, r.A) and r.structure in ("none", key[3])])
-        for key in keys
-    ]
+def _groups(rows: list[Row]) -> list[Group]:
+    """Rows of each shape and structure; cross entropy belongs to every one."""
+    others = [row for row in rows if row.form != "ce"] or rows
+    groups: dict[tuple[int, int, int, str], list[Row]] = {
+        (row.N, row.C, row.A, row.structure): [] for row in others
+    }
+    for (*shape, structure), group in groups.items():
+        same = [row for row in rows if shape == [row.N, row.C, row.A]]
+        group += [row for row in same if row.form == "ce" or row.structure == structure]
+    return list(groups.items())
+
+
+def _table(groups: list[Group]) -> str:
+    """A line for each shape and structure, a column for each form."""
+    structured = groups[0][0][3] != "none"
+    forms = _present(row for _, group in groups for row in group)
+    head = ["N, C, A", *["covariance"] * structured, *(FORMS[form][0] for form in forms)]
+    head += ["direct ÷ torch-isda"] * structured
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for (*shape, structure), group in groups:
+        cells = [", ".join(map(str, shape)), *[structure] * structured]
+        cells += [_cell(_only(group, form=form)) for form in forms]
+        if structured:
+            cells.append(_ratio(_only(group, form="direct"), _only(group, form="library")))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _present(rows: Iterable[Row]) -> list[str]:
+    """Forms that the rows have."""
+    found = {row.form for row in rows}
+    return [form for form in FORMS if form in found]
 
 
 def _only(rows: list[Row], *, form: str) -> list[Row]:
     return [row for row in rows if row.form == form]
 
 
-def _cell(row: Row) -> str:
-    if row.milliseconds is None:
-        return row.note
-    return f"{_number(row.milliseconds)} ms, {_number(row.extra_mebibytes)} MiB"
+def _cell(found: list[Row]) -> str:
+    if not found or found[0].milliseconds is None:
+        return found[0].note if found else ""
+    return f"{three_digits(found[0].milliseconds)} ms, {three_digits(found[0].extra_mebibytes)} MiB"
 
 
 def _ratio(slow: list[Row], fast: list[Row]) -> str:
@@ -427,13 +512,6 @@ def _ratio(slow: list[Row], fast: list[Row]) -> str:
     time_ratio = slow[0].milliseconds / fast[0].milliseconds
     memory_ratio = slow[0].extra_mebibytes / max(fast[0].extra_mebibytes, 0.01)
     return f"{time_ratio:.1f}× time, {memory_ratio:.1f}× memory"
-
-
-def _number(value: float | None) -> str:
-    """Three significant digits, no exponent."""
-    if value is None:
-        return "–"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 import isda
+from isda.experiments.recipes import Method
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "loss.py"
@@ -136,6 +138,58 @@ def test_table_divides_direct_by_library(loss: ModuleType) -> None:
         "| 7, 13, 5 | full | 0.5 ms, 1 MiB | 20 ms, 30 MiB | 250 ms, 900 MiB | "
         "12.5× time, 30.0× memory |"
     )
+
+
+def test_baselines_have_a_table_of_their_own(loss: ModuleType, tmp_path: Path) -> None:
+    isda_rows, baseline_rows = (
+        [
+            loss.Row("cpu", form, structure, 7, 13, 5, milliseconds, 1.0, "2.15", 2, "")
+            for form, structure, milliseconds in values
+        ]
+        for values in (
+            [("ce", "none", 0.5), ("library", "full", 20.0), ("direct", "full", 250.0)],
+            [("focal", "none", 0.75), ("center", "none", 3.0)],
+        )
+    )
+    first, second = loss.markdown(isda_rows + baseline_rows).split("\n\n")
+    assert first == loss.markdown(isda_rows)
+    assert second.splitlines() == [
+        "| N, C, A | cross entropy | focal | center |",
+        "|---|---|---|---|",
+        "| 7, 13, 5 | 0.5 ms, 1 MiB | 0.75 ms, 1 MiB | 3 ms, 1 MiB |",
+    ]
+    assert loss.markdown([isda_rows[0], *baseline_rows]) == second
+    assert loss.markdown(isda_rows[:1]).count("\n| ") == 1  # cross entropy alone
+    loss.draw(isda_rows + baseline_rows, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_baseline_of_the_recipes_is_timed(loss: ModuleType) -> None:
+    assert set(loss.BASELINES) == set(get_args(Method)) - {"ce", "isda"}
+    rows = loss.read(ROOT / "results" / "benchmarks" / "baselines_cpu.csv")
+    found = [(row.form, (row.N, row.C, row.A)) for row in rows]
+    assert found == [(form, shape) for shape in loss.SHAPES for form in ("ce", *loss.BASELINES)]
+    assert all(row.milliseconds for row in rows)
+
+
+@pytest.mark.slow
+def test_forms_can_be_chosen(tmp_path: Path, device: torch.device) -> None:
+    forms = ["center", "disturb_label", "focal", "large_margin", "lq"]
+    samples, classes, width = 64, 400, 4096
+    out = tmp_path / "loss.csv"
+    done = run(
+        *("--shapes", f"{samples},{classes},{width}", "--repeat", 2, "--threads", 1),
+        *("--device", device.type, "--forms", *forms, "--out", out),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = read(out)
+    assert sorted(row["form"] for row in rows) == forms
+    assert all(float(row["milliseconds"]) > 0 for row in rows)
+    assert {row["structure"] for row in rows} == {"none"}
+    extra = {row["form"]: float(row["extra_mebibytes"]) for row in rows}
+    centers = classes * width * 4 / 2**20  # their gradient is one more tensor of this size
+    assert extra["center"] > extra["focal"] + 0.9 * centers
+    assert run("--table", out).stdout.startswith("| N, C, A | focal | L_q | disturb label |")
 
 
 def test_readme_shows_the_recorded_numbers(loss: ModuleType) -> None:

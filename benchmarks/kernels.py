@@ -1,0 +1,441 @@
+"""The pieces of the loss layer on a GPU: time, memory, and how far from the floor of bytes moved.
+
+The floor of a piece is what it must read and write at least, at the speed of a plain copy, which is
+measured first; statistics that fit into the GPU's cache can be faster. Every piece is timed with
+the kernels of :mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in
+a CUDA graph of several batches; the whole loss also eagerly, with ``--peer`` beside your local
+copies of the authors' files. Cross entropy, torch's own, is the yardstick of the loss: both are
+given logits; the authors' code computes its own. On a CPU, where there are no kernels, the calls
+are timed plainly.
+
+    python benchmarks/kernels.py --out kernels.csv --plot kernels.png
+    python benchmarks/kernels.py --table kernels.csv
+"""
+
+import argparse
+import csv
+import dataclasses
+import gc
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from loss import (
+    extra_device_memory,
+    out_of_memory,
+    peer_loss,
+    peer_structure,
+    read_rows,
+    three_digits,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import isda
+from isda import kernels
+
+__all__ = ["Row", "copy_bandwidth", "draw", "floor_bytes", "main", "markdown", "measure"]
+
+Shape = tuple[int, int, int, str]  # N, C, A and the structure of the covariance
+Batch = tuple[Tensor, Tensor]  # features (N, A), target (N,)
+Call = Callable[[], object]
+
+SHAPES: tuple[Shape, ...] = (
+    (128, 100, 64, "full"),
+    (64, 100, 128, "full"),
+    (64, 100, 342, "full"),
+    (64, 100, 448, "full"),
+    (128, 100, 512, "full"),
+    (128, 100, 640, "full"),
+    (128, 10, 640, "full"),
+    (128, 100, 1024, "full"),
+    (64, 100, 2190, "full"),
+    (256, 1000, 1024, "diagonal"),
+    (256, 1000, 2048, "diagonal"),
+    (256, 1000, 2048, "full"),
+)
+FLOORED = ("update", "quadratic", "update and quadratic")  # pieces that have a floor
+EAGER = ("loss, eager", "cross entropy, eager")
+PIECES = (*FLOORED, "quadratic backward", "loss", "cross entropy", *EAGER)
+COLOURS = {"kernels": "#2a6f97", "functional form": "#e07a5f"}
+BATCHES = 8  # different ones, taken in turn
+EAGER_STEPS = 50  # in a row, without waiting for the device in between
+LONG_ENOUGH = 0.02  # seconds of replays in a row
+PATIENCE = 5.0  # seconds after which a slow case is not repeated further than three times
+COPIED = {"cuda": 2**28, "cpu": 2**22}  # float32 numbers of the copy that gives the bandwidth
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the CSV: a case and, once measured, its numbers."""
+
+    device: str
+    torch: str
+    piece: str  # one of PIECES
+    form: str  # "kernels", "functional form" or "authors' file"
+    N: int
+    C: int
+    A: int
+    structure: str  # of the covariance
+    precision: str  # of the products of full covariances
+    copy_gigabytes_per_second: float | None = None
+    microseconds: float | None = None  # of one call
+    floor_bytes: float | None = None  # mean over the batches
+    bandwidth_share: float | None = None  # of the copy's: floor_bytes in this time
+    floor_multiple: float | None = None  # this time, where the floor's is 1
+    extra_mebibytes: float | None = None  # peak of one call above what is held before it
+    note: str = ""  # what is amiss
+
+    @property
+    def shape(self) -> Shape:
+        return self.N, self.C, self.A, self.structure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    options = _parse(arguments)
+    if options.table:
+        rows = read_rows(options.table, Row)
+        print(markdown(rows))
+    else:
+        rows = []
+        peers = {peer_structure(path): path for path in options.peer}
+        for row in _cases(options, peers):
+            measure(row, options.device, repeat=options.repeat, peer=peers.get(row.structure))
+            rows.append(row)
+            print(_line(row), flush=True)
+            if options.out:
+                _append(options.out, row)
+    if options.plot:
+        if not any(row.floor_multiple for row in rows):
+            sys.exit(f"nothing to draw: no numbers for {', '.join(FLOORED)}")
+        draw(rows, options.plot)
+
+
+def copy_bandwidth(device: str, *, repeat: int) -> float:
+    """Gigabytes per second that a copy on the device reads and writes."""
+    with _side_stream(device):
+        source = torch.zeros(COPIED[torch.device(device).type], device=device)
+        copy = partial(torch.empty_like(source).copy_, source)
+        copy()
+        return 2 * source.nbytes / _seconds([copy], device, repeat=repeat) / 1e9
+
+
+def floor_bytes(piece: str, shape: Shape, touched: float) -> float | None:
+    """Bytes that a piece must move at least, where a batch has samples of ``touched`` classes."""
+    n, c, a, structure = shape
+    state = a * a if structure == "full" else a  # numbers of Σ of a class
+    merge = 2 * touched * (state + a) + n * a  # Σ and mean, both ways; features
+    result = c * a + n * c  # weight; quadratic term
+    numbers = {
+        "update": merge,
+        "quadratic": touched * state + result,
+        "update and quadratic": merge + result,
+    }
+    return 4 * numbers[piece] if piece in numbers else None
+
+
+def measure(row: Row, device: str, *, repeat: int, peer: Path | None = None) -> None:
+    """Fill in the numbers of a row."""
+    try:
+        seconds, touched, extra = _measured(row, device, repeat, peer)
+        row.microseconds = round(1e6 * seconds, 2)
+        row.extra_mebibytes = None if extra is None else round(extra / 2**20, 2)
+        row.floor_bytes = floor_bytes(row.piece, row.shape, touched)
+        if row.floor_bytes is not None and row.copy_gigabytes_per_second is not None:
+            at_floor = row.floor_bytes / row.copy_gigabytes_per_second / 1e9
+            row.bandwidth_share = round(at_floor / seconds, 4)
+            row.floor_multiple = round(seconds / at_floor, 3)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        row.note = "does not fit in memory"
+    gc.collect()
+    if _on_gpu(device):
+        torch.cuda.empty_cache()
+
+
+def markdown(rows: list[Row]) -> str:
+    """Table for a page: a line for each shape and piece; of rows alike the last one counts."""
+    lines: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for row in rows:
+        shape, structure = f"{row.N}, {row.C}, {row.A}", f"{row.structure} {row.precision}".strip()
+        lines.setdefault((shape, structure, row.piece), {})[row.form] = row
+    peer = any(row.form == "authors' file" for row in rows)
+    head = ["N, C, A", "covariance", "piece", "kernels", "of copy bandwidth", "× floor"]
+    head += ["functional form", "× floor", "functional ÷ kernels", *["authors' file"] * peer]
+    table = [f"| {' | '.join(head)} |", "|---|---|---|" + "---:|" * (len(head) - 3)]
+    for key, found in lines.items():
+        fast, plain = found.get("kernels"), found.get("functional form")
+        share = f"{100 * fast.bandwidth_share:.0f} %" if fast and fast.bandwidth_share else ""
+        ratio = ""
+        if fast and plain and fast.microseconds and plain.microseconds:
+            ratio = f"{plain.microseconds / fast.microseconds:.1f}×"
+        cells = [*key, _cell(fast), share, _multiple(fast), _cell(plain), _multiple(plain), ratio]
+        cells += [_cell(found.get("authors' file"))] * peer
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Bar chart of the multiples of the floor, a panel for each piece, on logarithmic axes."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.floor_multiple]
+    pieces = [piece for piece in FLOORED if any(row.piece == piece for row in rows)]
+    shapes = list(dict.fromkeys((*row.shape, row.precision) for row in rows))
+    size = (2 + 1.1 * len(shapes), 1.5 + 2.2 * len(pieces))
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(pieces), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, piece in zip(panels, pieces, strict=True):
+        for (form, colour), left in zip(COLOURS.items(), (-0.4, 0.0), strict=True):
+            heights = {  # of a bar, by its left edge
+                shapes.index((*row.shape, row.precision)) + left: row.floor_multiple
+                for row in rows
+                if (row.piece, row.form) == (piece, form)
+            }
+            bars = panel.bar(heights.keys(), heights.values(), 0.4, align="edge", color=colour)
+            bars.set_label(form)
+            panel.bar_label(bars, [three_digits(height) for height in heights.values()], fontsize=7)
+        panel.axhline(1, color="black", linewidth=0.8)
+        panel.set_yscale("log")
+        panel.margins(y=0.15)
+        panel.set_title(f"{piece}: multiple of the floor", loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    ticks = [f"{n}, {c}, {a}\n{' '.join(rest).strip()}" for n, c, a, *rest in shapes]
+    panels[-1].set_xticks(range(len(shapes)), ticks, fontsize=8)
+    handles, titles = panels[0].get_legend_handles_labels()
+    figure.legend(handles, titles, frameon=False, fontsize=8, ncols=2, loc="outside upper right")
+    figure.supxlabel("N, C, A and covariance", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    def shape(text: str) -> Shape:
+        n, c, a, structure = text.split(",")
+        if min(int(n), int(c), int(a)) < 1 or structure not in ("full", "diagonal"):
+            raise ValueError(text)
+        return int(n), int(c), int(a), structure
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--device", default="cuda", help="cuda or cpu (default: cuda)")
+    add("--shapes", type=shape, nargs="+", default=SHAPES, metavar="N,C,A,STRUCTURE")
+    add("--pieces", nargs="+", choices=PIECES, default=PIECES, help="default: all")
+    add("--precision", choices=("high", "medium"), default="high", help="of full covariances")
+    add("--repeat", type=int, default=10, help="series timed per case (default: 10)")
+    add("--peer", type=Path, nargs="+", default=[], help="authors' ISDA.py or ISDA_imagenet.py")
+    add("--out", type=Path, help="CSV to append to")
+    add("--plot", type=Path, help="PNG to draw")
+    add("--table", type=Path, metavar="CSV", help="time nothing: print this CSV as markdown")
+    options = parser.parse_args(arguments)
+    if options.repeat < 1:
+        parser.error(f"--repeat must be >= 1, got {options.repeat}")
+    for path in filter(None, (*options.peer, options.table)):
+        if not path.is_file():
+            parser.error(f"no such file: {path}")
+    if not options.table and _on_gpu(options.device) and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU, and torch finds none")
+    if options.peer and not _on_gpu(options.device):
+        parser.error("--peer needs --device cuda: the authors' files put their state on a GPU")
+    return options
+
+
+def _cases(options: argparse.Namespace, peers: Collection[str]) -> Iterator[Row]:
+    """Rows to be measured, after a look at the speed of a copy."""
+    gigabytes = round(copy_bandwidth(options.device, repeat=options.repeat), 1)
+    print(f"a copy moves {gigabytes} GB/s", flush=True)
+    gpu = _on_gpu(options.device)
+    device = torch.cuda.get_device_name(options.device) if gpu else options.device
+    with _kernels(True):
+        usable = kernels.usable(torch.empty(0, device=options.device))
+    for n, c, a, structure in options.shapes:
+        precision = options.precision if structure == "full" else ""
+        for piece in options.pieces:
+            forms = ["kernels"] * (not piece.startswith("cross entropy")) + ["functional form"]
+            forms += ["authors' file"] * (piece == "loss, eager" and structure in peers)
+            for form in forms:
+                row = Row(device, torch.__version__, piece, form, n, c, a, structure, precision)
+                row.copy_gigabytes_per_second = gigabytes
+                row.note = "none here" if form == "kernels" and not usable else ""
+                yield row
+
+
+def _measured(
+    row: Row, device: str, repeat: int, peer: Path | None
+) -> tuple[float, float, int | None]:
+    """Seconds of a call, mean number of classes in a batch, and extra bytes on a GPU."""
+    torch.manual_seed(0)
+    with _kernels(row.form == "kernels"), _side_stream(device):
+        with torch.device(device):
+            batches = [
+                (torch.randn(row.N, row.A), torch.randint(row.C, (row.N,))) for _ in range(BATCHES)
+            ]
+            calls = _create_calls(row, batches, peer)
+        for call in calls:  # compiles kernels
+            call()
+        extra = extra_device_memory(calls[0]) if _on_gpu(device) else None
+        if row.piece in EAGER:
+            calls = [calls[step % BATCHES] for step in range(EAGER_STEPS)]
+        seconds = _seconds(calls, device, repeat=repeat, capture=row.piece not in EAGER)
+    return seconds, statistics.mean(len(target.unique()) for _, target in batches), extra
+
+
+def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Call]:
+    """A call of the piece for each batch, on statistics that have seen all of them."""
+    head = nn.Linear(row.A, row.C)
+    if row.piece.startswith("cross entropy"):
+        return [partial(_cross_entropy, _leaf(head(x).bfloat16()), y) for x, y in batches]
+    if row.form == "authors' file":
+        assert peer is not None
+        theirs = peer_loss(peer, head)
+        return [partial(_peer, theirs, head, _leaf(x), y) for x, y in batches]
+    estimator: isda.Covariance = (
+        isda.FullCovariance(
+            row.A, row.C, precision="medium" if row.precision == "medium" else "high"
+        )
+        if row.structure == "full"
+        else isda.DiagonalCovariance(row.A, row.C)
+    )
+    for x, y in batches:
+        estimator.update(x, y)
+    if row.piece.startswith("loss"):
+        ours = isda.ISDALoss(row.A, row.C, lambda_0=0.5, covariance=estimator)
+        return [partial(_loss, ours, x, head.weight, y, _leaf(head(x))) for x, y in batches]
+    weight, gradient = head.weight.detach(), torch.randn(row.N, row.C)
+    if row.piece == "update":
+        return [partial(estimator.update, x, y) for x, y in batches]
+    if row.piece == "quadratic":
+        return [partial(estimator.quadratic, weight, y) for _, y in batches]
+    if row.piece == "update and quadratic":
+        return [partial(estimator.update_and_quadratic, x, y, weight, y) for x, y in batches]
+    results = [estimator.quadratic(head.weight, y) for _, y in batches]
+    backward = partial(torch.autograd.grad, grad_outputs=gradient, retain_graph=True)
+    return [partial(backward, result, head.weight) for result in results]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> None:
+    torch.autograd.grad(F.cross_entropy(logits.float(), target), logits)
+
+
+def _loss(
+    criterion: isda.ISDALoss, features: Tensor, weight: Tensor, target: Tensor, logits: Tensor
+) -> None:
+    value = criterion(features, weight, target, logits=logits, progress=0.5)
+    torch.autograd.grad(value, (logits, weight))
+
+
+def _peer(
+    criterion: Callable[[Tensor, Tensor], Tensor], head: nn.Linear, features: Tensor, target: Tensor
+) -> None:
+    torch.autograd.grad(criterion(features, target), (features, head.weight, head.bias))
+
+
+def _seconds(calls: list[Call], device: str, *, repeat: int, capture: bool = True) -> float:
+    """Seconds of one call: the median over series of all, on a GPU replayed from a graph."""
+    series = partial(_run, calls, device)
+    if _on_gpu(device) and capture:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for call in calls:
+                call()
+        _replay(graph, 3)
+        number = min(max(math.ceil(LONG_ENOUGH / _replay(graph, 1)), 1), 200)
+        series = partial(_replay, graph, number)
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < repeat and (len(times) < 3 or time.perf_counter() - began < PATIENCE):
+        times.append(series())
+    return statistics.median(times) / len(calls)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, number: int) -> float:
+    """Seconds of a replay, of many in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(number):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / number
+
+
+def _run(calls: list[Call], device: str) -> float:
+    """Seconds of all calls in a row, until the device has done them."""
+    wait = torch.cuda.synchronize if _on_gpu(device) else lambda: None
+    wait()
+    began = time.perf_counter()
+    for call in calls:
+        call()
+    wait()
+    return time.perf_counter() - began
+
+
+def _on_gpu(device: str) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def _side_stream(device: str) -> AbstractContextManager[object]:
+    """A stream that can be captured; a backward pass runs on the stream of its forward pass."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if _on_gpu(device) else nullcontext()
+
+
+@contextmanager
+def _kernels(on: bool) -> Iterator[None]:
+    """Turn the kernels on or off for a while."""
+    before = os.environ.get("ISDA_TRITON")
+    os.environ["ISDA_TRITON"] = str(int(on))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["ISDA_TRITON"]
+        else:
+            os.environ["ISDA_TRITON"] = before
+
+
+def _append(path: Path, row: Row) -> None:
+    """Append a row to a CSV file, at once: what was measured stays, whatever comes after."""
+    new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        values = dataclasses.asdict(row)
+        writer = csv.DictWriter(file, list(values), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(values)
+
+
+def _line(row: Row) -> str:
+    shape = f"{row.N}, {row.C}, {row.A} {row.structure} {row.precision}"
+    floor = f"{_multiple(row)} x floor" if row.floor_multiple else ""
+    return f"{shape:<28} {row.piece:<21} {row.form:<16} {_cell(row):<24} {floor}".rstrip()
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or row.microseconds is None:
+        return row.note if row else ""
+    memory = "" if row.extra_mebibytes is None else f", {three_digits(row.extra_mebibytes)} MiB"
+    return f"{three_digits(row.microseconds)} µs{memory}{row.note and f' ({row.note})'}"
+
+
+def _multiple(row: Row | None) -> str:
+    return three_digits(row.floor_multiple) if row and row.floor_multiple else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The kernel table: bytes at the floor, what is timed and with which kernels, CSV, table, plot."""
+
+import csv
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_benchmark_loss import PEER
+
+import isda
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kernels.py"
+PIECES = ["update", "quadratic", "update and quadratic", "quadratic backward", "loss"]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    spec = importlib.util.spec_from_file_location("benchmark_kernels", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def create_row(benchmark: ModuleType, piece: str, form: str = "kernels", **numbers: Any) -> Any:
+    shape = numbers.pop("shape", (7, 13, 5, "diagonal"))
+    return benchmark.Row("GPU", "2.15", piece, form, *shape, "", 4000.0, **numbers)
+
+
+def test_every_piece_is_measured(
+    benchmark: ModuleType, tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, plot = tmp_path / "new" / "kernels.csv", tmp_path / "kernels.png"
+    flags = ["--device", device.type, "--repeat", "2", "--out", str(out)]
+    benchmark.main([*flags, "--shapes", "7,13,5,full", "--precision", "medium"])
+    benchmark.main([*flags, "--shapes", "9,4,3,diagonal", "--plot", str(plot)])
+    rows = list(csv.DictReader(out.open()))
+    expected = [(piece, form) for piece in PIECES for form in ("kernels", "functional form")]
+    expected.append(("cross entropy", "functional form"))
+    expected += [("loss, eager", "kernels"), ("loss, eager", "functional form")]
+    expected.append(("cross entropy, eager", "functional form"))
+    assert [(row["piece"], row["form"]) for row in rows] == 2 * expected
+    lines = [line for line in capsys.readouterr().out.splitlines() if "GB/s" not in line]
+    assert len(lines) == len(rows)
+    for row, line in zip(rows, lines, strict=True):
+        full = row["structure"] == "full"
+        sizes = (row["N"], row["C"], row["A"], row["precision"])
+        assert sizes == (("7", "13", "5", "medium") if full else ("9", "4", "3", ""))
+        assert line.startswith(f"{row['N']}, {row['C']}, {row['A']} {row['structure']}")
+        assert row["torch"] == torch.__version__
+        assert (row["note"] == "none here") == (device.type == "cpu" and row["form"] == "kernels")
+        assert (row["extra_mebibytes"] == "") == (device.type == "cpu")
+        seconds = float(row["microseconds"]) / 1e6
+        if row["piece"] not in PIECES[:3]:
+            assert row["floor_bytes"] == row["floor_multiple"] == row["bandwidth_share"] == ""
+            continue
+        at_floor = float(row["floor_bytes"]) / float(row["copy_gigabytes_per_second"]) / 1e9
+        assert float(row["floor_multiple"]) == pytest.approx(seconds / at_floor, rel=0.01)
+        assert float(row["bandwidth_share"]) == pytest.approx(
+            at_floor / seconds, rel=0.01, abs=1e-4
+        )
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    benchmark.main(["--table", str(out)])
+    assert capsys.readouterr().out.count("\n| ") == 16  # lines of two shapes and eight pieces
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+def test_floor_is_the_size_of_what_is_read_and_written(
+    benchmark: ModuleType, structure: str
+) -> None:
+    samples, classes, width = 7, 13, 5
+    features, weight = torch.randn(samples, width), torch.randn(classes, width)
+    target = torch.tensor([3, 0, 3, 12, 0, 3, 7])
+    estimator = {"full": isda.FullCovariance, "diagonal": isda.DiagonalCovariance}[structure](
+        width, classes
+    )
+    estimator.update(features, target)
+    state = estimator.covariance if structure == "full" else estimator.variance
+    merged = features.nbytes
+    read = weight.nbytes + estimator.quadratic(weight, target).nbytes
+    sigma = 0
+    for index in {3, 0, 12, 7}:
+        sigma += state[index].nbytes
+        merged += 2 * (state[index].nbytes + estimator.mean[index].nbytes)  # in and out
+    shape = (samples, classes, width, structure)
+    assert benchmark.floor_bytes("update", shape, 4) == merged
+    assert benchmark.floor_bytes("quadratic", shape, 4) == sigma + read
+    assert benchmark.floor_bytes("update and quadratic", shape, 4) == merged + read
+    assert benchmark.floor_bytes("loss", shape, 4) is None
+
+
+def test_floor_takes_the_classes_of_the_batches(benchmark: ModuleType) -> None:
+    row = create_row(benchmark, "update", shape=(50, 2, 3, "full"))  # all batches have both classes
+    benchmark.measure(row, "cpu", repeat=1)
+    assert row.floor_bytes == benchmark.floor_bytes("update", row.shape, 2)
+
+
+def test_kernels_are_turned_on_and_off(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+    update = isda.DiagonalCovariance.update
+
+    def spy(self: isda.DiagonalCovariance, *batch: torch.Tensor) -> None:
+        seen.add(os.environ["ISDA_TRITON"])
+        update(self, *batch)
+
+    monkeypatch.setattr(isda.DiagonalCovariance, "update", spy)
+    for before in ("0", "1", None):
+        if before is None:
+            monkeypatch.delenv("ISDA_TRITON")
+        else:
+            monkeypatch.setenv("ISDA_TRITON", before)
+        for form, setting in (("kernels", "1"), ("functional form", "0")):
+            seen.clear()
+            benchmark.measure(create_row(benchmark, "loss", form), "cpu", repeat=1)
+            assert seen == {setting}
+            assert os.environ.get("ISDA_TRITON") == before
+
+
+def test_time_is_that_of_one_call(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isda.DiagonalCovariance, "quadratic", lambda *_: time.sleep(0.003))
+    row = create_row(benchmark, "quadratic")
+    benchmark.measure(row, "cpu", repeat=3)
+    assert 3000 <= row.microseconds < 20000  # eight calls take 24,000
+
+
+def test_bandwidth_counts_both_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "_seconds", lambda *_, **__: 0.5)
+    assert benchmark.copy_bandwidth("cpu", repeat=1) == 2 * 4 * 2**22 / 0.5 / 1e9
+
+
+def test_what_does_not_fit_is_noted(benchmark: ModuleType, device: torch.device) -> None:
+    row = create_row(benchmark, "update", shape=(1, 3, 2**22, "full"))  # 192 TiB of Σ
+    benchmark.measure(row, device.type, repeat=1)
+    assert (row.microseconds, row.note) == (None, "does not fit in memory")
+    assert "does not fit in memory" in benchmark.markdown([row])
+
+
+def test_other_errors_are_raised(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(isda.DiagonalCovariance, "update", fail)
+    monkeypatch.setenv("ISDA_TRITON", "0")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        benchmark.measure(create_row(benchmark, "update"), "cpu", repeat=1)
+    assert os.environ["ISDA_TRITON"] == "0"
+
+
+def test_table_sets_the_forms_side_by_side(benchmark: ModuleType) -> None:
+    floor = {"floor_bytes": 4e5, "bandwidth_share": 0.8, "floor_multiple": 1.25}
+    rows = [
+        create_row(benchmark, "update", microseconds=500.0),  # measured again below
+        create_row(benchmark, "update", microseconds=125.0, extra_mebibytes=0.5, **floor),
+        create_row(
+            benchmark, "update", "functional form", microseconds=1500.0, extra_mebibytes=64.0
+        ),
+        create_row(benchmark, "cross entropy", "functional form", microseconds=9.0),
+    ]
+    assert benchmark.markdown(rows).splitlines()[2:] == [
+        "| 7, 13, 5 | diagonal | update | 125 µs, 0.5 MiB | 80 % | 1.25 | 1500 µs, 64 MiB |  | "
+        "12.0× |",
+        "| 7, 13, 5 | diagonal | cross entropy |  |  |  | 9 µs |  |  |",
+    ]
+    rows.append(create_row(benchmark, "loss, eager", "authors' file", microseconds=3600.0))
+    assert benchmark.markdown(rows).splitlines()[-1].endswith("|  | 3600 µs |")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--device", "cpu", "--peer", __file__], "--peer needs --device cuda"),
+        (["--device", "cpu", "--repeat", "0"], "--repeat must be >= 1, got 0"),
+        (["--device", "cpu", "--shapes", "7,13,5"], "invalid shape value: '7,13,5'"),
+        (["--device", "cpu", "--shapes", "7,13,5,shared"], "invalid shape value"),
+        (["--table", "missing.csv"], "no such file: missing.csv"),
+    ],
+)
+def test_wrong_options_are_refused(
+    benchmark: ModuleType, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        benchmark.main(flags)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_plot_needs_a_floor(benchmark: ModuleType, tmp_path: Path) -> None:
+    flags = ["--device", "cpu", "--shapes", "7,13,5,full", "--repeat", "1"]
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        benchmark.main([*flags, "--pieces", "cross entropy", "--plot", str(tmp_path / "x.png")])
+
+
+@pytest.mark.gpu
+def test_peer_is_timed(benchmark: ModuleType, tmp_path: Path) -> None:
+    peer, out = tmp_path / "ISDA.py", tmp_path / "kernels.csv"
+    arguments = "self, model, fc, x, target_x, ratio"
+    peer.write_text(PEER.format(shape="c, a, a", arguments=arguments, body="y = fc(model(x))"))
+    shapes = ["7,13,5,full", "7,13,5,diagonal"]
+    flags = ["--pieces", "loss, eager", "--repeat", "2", "--peer", str(peer), "--out", str(out)]
+    benchmark.main(["--device", "cuda", "--shapes", *shapes, *flags])
+    rows = [row for row in csv.DictReader(out.open()) if row["form"] == "authors' file"]
+    assert [row["structure"] for row in rows] == ["full"]
+    assert float(rows[0]["microseconds"]) > 0
