@@ -103,11 +103,11 @@ def check_quadratic(
         first_class=first,
     )
     found = Moments(*(tensor.clone() for tensor in moments))
-    partial, product, slot, classes = kernels.update_and_multiply(
+    products = kernels.update_and_multiply(
         *found, features, index, weight, target, 0.9, precision, first
     )
     check_moments(moments, found, expected)
-    rows = kernels.gather_rows(partial, slot, target, first)
+    rows = kernels.gather_rows(products.partial, products.slot, target, first)
     # errors of 2⁻¹⁶ or 2⁻⁸ of both factors and of what is left out or kept of a product; a sum with
     # both signs is smaller than its terms; the interpreter cuts off where a GPU rounds
     error = {"high": 2**-13, "medium": 2**-5}[precision]
@@ -119,15 +119,13 @@ def check_quadratic(
 
     upstream = torch.randn(value.shape, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(value, wide, upstream)
-    result = kernels.weight_gradient(
-        upstream.float().to(device), target, product, slot, classes, first
-    )
+    result = kernels.weight_gradient(upstream.float().to(device), target, *products[1:], first)
     largest = gradient.abs().max().item()
     torch.testing.assert_close(result.double().cpu(), gradient, rtol=0, atol=error * largest)
 
     # the quadratic term of covariances that stay as they are
-    partial, product, slot, _ = kernels.multiply(weight, target, found.covariance, precision, first)
-    again = kernels.gather_rows(partial, slot, target, first)
+    products = kernels.multiply(weight, target, found.covariance, precision, first)
+    again = kernels.gather_rows(products.partial, products.slot, target, first)
     torch.testing.assert_close(again, rows, rtol=1e-5, atol=1e-5 * size)
 
 
@@ -278,8 +276,10 @@ def interpret() -> None:
     check_bound((6, 70, 1), torch.bfloat16, "cpu")
     check_quadratic((23, 13, 5), "high", "cpu", first=4, part=7)
     check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
-    sys.modules["isda.kernels.full"]._CLASSES = 16  # three blocks of classes
-    check_quadratic((12, 40, 70), "high", "cpu")
+    sys.modules["isda.kernels.full"]._CLASSES = 16  # too many for one pass
+    for precision in ("high", "medium"):
+        check_quadratic((12, 40, 70), precision, "cpu")
+    check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
     sys.modules["isda.kernels.bound"]._CLASSES = 32
     check_bound((6, 70, 1), torch.float32, "cpu")
     check_tally("cpu")

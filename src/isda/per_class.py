@@ -166,20 +166,19 @@ def _(
 @torch.library.custom_op("isda::full_quadratic", mutates_args=())
 def full_quadratic_op(
     weight: Tensor, target: Tensor, covariance: Tensor, precision: str, first_class: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Quadratic term of Eq. 4, and what its backward pass needs.
 
     Shape:
         weight (C, A), target (N,), covariance (C', A, A), with P = min(N, C'); outputs: quadratic
-        (N, C), product (P, C, A) = (W − w_c) Σ_c, slot (C',) of each class, −1 for absent ones, and
-        classes (P,) with −1 in unused slots.
+        (N, C), product (P, C, A) = (W − w_c) Σ_c, own (0, A), slot (C',) of each class, −1 for
+        absent ones, and classes (P,) with −1 in unused slots; on CUDA see ``kernels.Products``.
     """
     slots = min(target.numel(), len(covariance))
     if kernels.usable(covariance):
-        partial, product, slot, classes = kernels.multiply(
-            weight, target, covariance, precision, first_class
-        )
-        return kernels.gather_rows(partial, slot, target, first_class), product, slot, classes
+        products = kernels.multiply(weight, target, covariance, precision, first_class)
+        rows = kernels.gather_rows(products.partial, products.slot, target, first_class)
+        return rows, *products[1:]
     target = _local(target, len(covariance), first_class)
     present = target[target >= 0].unique()
     slot = torch.full((len(covariance),), -1, device=target.device)
@@ -194,6 +193,7 @@ def full_quadratic_op(
     return (
         table[_slots_of(target, slot, len(present))],
         product,
+        weight.new_empty(0, weight.shape[1]),
         slot.to(torch.int32),
         classes.to(torch.int32),
     )
@@ -202,14 +202,15 @@ def full_quadratic_op(
 @full_quadratic_op.register_fake
 def _(
     weight: Tensor, target: Tensor, covariance: Tensor, precision: str, first_class: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     slots = min(target.shape[0], covariance.shape[0])
     if kernels.usable(covariance):
-        _, product = kernels.empty_products(weight, slots, precision)
+        _, product, own = kernels.empty_products(weight, slots, precision)
     else:
         product = weight.new_empty(slots, *weight.shape)
+        own = weight.new_empty(0, weight.shape[1])
     quadratic = weight.new_empty(target.shape[0], weight.shape[0])
-    return quadratic, product, *_empty_slots(target, slots, covariance.shape[0])
+    return quadratic, product, own, *_empty_slots(target, slots, covariance.shape[0])
 
 
 @torch.library.custom_op(
@@ -228,7 +229,7 @@ def _update_and_multiply_op(
     decay: float,
     precision: str,
     first_class: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return kernels.update_and_multiply(
         count,
         mean,
@@ -255,7 +256,7 @@ def _(
     decay: float,
     precision: str,
     first_class: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     slots = min(target.shape[0], covariance.shape[0])
     products = kernels.empty_products(weight, slots, precision)
     return *products, *_empty_slots(target, slots, covariance.shape[0])
@@ -267,6 +268,7 @@ def _gather_op(
     target: Tensor,
     partial: Tensor,
     product: Tensor,
+    own: Tensor,
     slot: Tensor,
     classes: Tensor,
     first_class: int,
@@ -281,6 +283,7 @@ def _(
     target: Tensor,
     partial: Tensor,
     product: Tensor,
+    own: Tensor,
     slot: Tensor,
     classes: Tensor,
     first_class: int,
@@ -290,7 +293,13 @@ def _(
 
 @torch.library.custom_op("isda::full_quadratic_backward", mutates_args=())
 def _full_quadratic_backward_op(
-    grad: Tensor, target: Tensor, product: Tensor, slot: Tensor, classes: Tensor, first_class: int
+    grad: Tensor,
+    target: Tensor,
+    product: Tensor,
+    own: Tensor,
+    slot: Tensor,
+    classes: Tensor,
+    first_class: int,
 ) -> Tensor:
     """Gradient of the weight; with G_cj the gradient of the classes' rows, the sum over c of
 
@@ -298,7 +307,7 @@ def _full_quadratic_backward_op(
     j = y_i the paper prints wrongly for C > 2: its rows must sum to zero).
     """
     if kernels.usable(grad):
-        return kernels.weight_gradient(grad, target, product, slot, classes, first_class)
+        return kernels.weight_gradient(grad, target, product, own, slot, classes, first_class)
     target = _local(target, len(slot), first_class)
     rows = grad.new_zeros(len(classes) + 1, grad.shape[1])  # (P + 1, C)
     rows.index_add_(0, _slots_of(target, slot, len(classes)), grad)
@@ -307,14 +316,20 @@ def _full_quadratic_backward_op(
         if index < 0:
             break
         weight_grad.addcmul_(product[position], rows[position][:, None], value=2)
-        own = weight_grad[index + first_class]
-        own.addmv_(product[position].T, rows[position], alpha=-2)
+        own_row = weight_grad[index + first_class]
+        own_row.addmv_(product[position].T, rows[position], alpha=-2)
     return weight_grad
 
 
 @_full_quadratic_backward_op.register_fake
 def _(
-    grad: Tensor, target: Tensor, product: Tensor, slot: Tensor, classes: Tensor, first_class: int
+    grad: Tensor,
+    target: Tensor,
+    product: Tensor,
+    own: Tensor,
+    slot: Tensor,
+    classes: Tensor,
+    first_class: int,
 ) -> Tensor:
     return grad.new_empty(product.shape[1:])
 
@@ -354,9 +369,9 @@ def _weight_gradient(
 
 
 def _save_gathered(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    _, target, _, product, slot, classes, first_class = inputs
+    _, target, _, *products, first_class = inputs
     ctx.first_class = first_class  # type: ignore[attr-defined]
-    ctx.save_for_backward(target, product, slot, classes)
+    ctx.save_for_backward(target, *products)
 
 
 def _gathered_gradient(
@@ -364,7 +379,7 @@ def _gathered_gradient(
 ) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # type: ignore[attr-defined]
     gradient = _full_quadratic_backward_op(grad, *saved, ctx.first_class)  # type: ignore[attr-defined]
-    return gradient, *(None,) * 6
+    return gradient, *(None,) * 7
 
 
 full_quadratic_op.register_autograd(_weight_gradient, setup_context=_save_product)

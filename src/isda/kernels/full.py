@@ -1,10 +1,13 @@
-"""Full covariances: update and products in one pass over the classes of a batch, and the gradient.
+"""Full covariances: update and products of the classes of a batch, and their gradient.
 
-A program holds a block of rows of one Σ_c. It walks along the columns; every tile is read once,
-merged with the batch (Eq. 10), written once, and multiplied with the weights of all classes while
-it is at hand. The products run on tensor cores in bfloat16: with precision "high" each number is
-the sum of two (relative error of a product about 2⁻¹⁶), with "medium" it is one (2⁻⁸); they are
-summed in float32, and the statistics are float32 throughout.
+With at most 256 classes, one kernel does both: a program holds a block of rows of one Σ_c and walks
+along the columns; every tile is read once, merged with the batch (Eq. 10), written once, and
+multiplied with the weights of all classes while it is at hand. With more, the products are what
+takes time: the update leaves a copy in bfloat16, and cuBLAS multiplies the copies.
+
+Products run on tensor cores in bfloat16: with precision "high" each number is the sum of two
+(relative error of a product about 2⁻¹⁶), with "medium" it is one (2⁻⁸); they are summed in float32,
+and the statistics are float32 throughout.
 """
 
 from typing import NamedTuple
@@ -26,16 +29,17 @@ __all__ = [
     "weight_gradient",
 ]
 
-_ROWS = 64  # of a covariance, in a program
-_COLUMNS = 64  # of a tile
-_CLASSES = 256  # most products that a program holds; with more classes the update goes ahead
+_CLASSES = 256  # most classes that the fused kernel takes
+_ROWS = 64  # of a covariance, in a program of the fused kernel
+_COLUMNS = 64  # of its tiles
 
 
 class Products(NamedTuple):
     """What is left of the covariances of a batch: all that the loss and its gradient need."""
 
     partial: Tensor  # (P, B, C) quadratic term of each slot, in parts that are to be summed
-    product: Tensor  # (P, C, A) = (W − w_c) Σ_c of each slot
+    product: Tensor  # (P, C, A) = (W − w_c) Σ_c of each slot, or W Σ_c if own is not empty
+    own: Tensor  # (P, A) = w_c Σ_c, or (0, A)
     slot: Tensor  # (C,) slot of each class of the samples, −1 for the others
     classes: Tensor  # (P,) class in each slot, −1 in unused ones
 
@@ -60,7 +64,7 @@ def update(
         mean=mean,
         decay=decay,
     )
-    _launch(covariance, found, None, None, first_class, merge=True)
+    _launch_update(covariance, found, None, merge=True)
 
 
 def multiply(
@@ -68,11 +72,7 @@ def multiply(
 ) -> Products:
     """Products of Eq. 4 for the classes of a batch."""
     found = class_statistics(index, index, len(covariance), first_class)
-    result = Products(
-        *empty_products(weight, len(found.own_classes), precision), found.slot, found.own_classes
-    )
-    _launch(covariance, found, weight.contiguous(), result, first_class, merge=False)
-    return result
+    return _multiply(covariance, found, weight, precision, first_class, merge=False)
 
 
 def update_and_multiply(
@@ -90,7 +90,7 @@ def update_and_multiply(
     """Merge a batch, then products of Eq. 4 for the classes of ``target``.
 
     Equivalent to :func:`update` and :func:`multiply`, with each touched covariance read once and
-    written once if there are at most 256 classes.
+    written once.
     """
     found = class_statistics(
         index,
@@ -102,16 +102,7 @@ def update_and_multiply(
         mean=mean,
         decay=decay,
     )
-    result = Products(
-        *empty_products(weight, len(found.own_classes), precision), found.slot, found.own_classes
-    )
-    weight = weight.contiguous()
-    if len(weight) > _CLASSES:
-        _launch(covariance, found, None, None, first_class, merge=True)
-        _launch(covariance, found, weight, result, first_class, merge=False)
-    else:
-        _launch(covariance, found, weight, result, first_class, merge=True)
-    return result
+    return _multiply(covariance, found, weight, precision, first_class, merge=True)
 
 
 def gather_rows(partial: Tensor, slot: Tensor, index: Tensor, first_class: int = 0) -> Tensor:
@@ -137,21 +128,22 @@ def weight_gradient(
     grad: Tensor,
     index: Tensor,
     product: Tensor,
+    own: Tensor,
     slot: Tensor,
     classes: Tensor,
     first_class: int = 0,
 ) -> Tensor:
     """Gradient of the weight from that of the quadratic term (see ``isda.per_class``)."""
     slots, num_classes, num_features = product.shape
-    table = grad.new_empty(slots, num_classes)  # gradients of the classes' rows
-    result = grad.new_empty(num_classes, num_features)
     if not slots:
-        return result.zero_()
+        return grad.new_zeros(num_classes, num_features)
+    others, table = grad.new_empty(2, slots, num_classes)  # gradients of the classes' rows
     block = triton.next_power_of_2(num_classes)
     _sum_rows[(slots,)](
         grad.contiguous(),
         index.contiguous(),
         classes,
+        others,
         table,
         len(index),
         num_classes,
@@ -159,7 +151,10 @@ def weight_gradient(
         samples_block=min(16, max(1, 4096 // block)),
         block=block,
     )
-    features_block = min(triton.next_power_of_2(num_features), 128)
+    result = grad.new_empty(num_classes, num_features)
+    # at least 512 programs, to keep the GPU busy, but no longer rows than needed
+    wanted = triton.next_power_of_2(triton.cdiv(num_classes * num_features, 512))
+    features_block = min(max(wanted, 64), 1024, triton.next_power_of_2(num_features))
     _weight_gradient[(num_classes, triton.cdiv(num_features, features_block))](
         table,
         product,
@@ -174,41 +169,112 @@ def weight_gradient(
         rows_block=16,
         features_block=features_block,
     )
+    return torch.addmm(result, others.T, own, alpha=-1) if len(own) else result
+
+
+def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for ``Products.partial``, ``Products.product`` and ``Products.own``."""
+    num_classes, num_features = weight.shape
+    fused = num_classes <= _CLASSES
+    blocks = triton.cdiv(num_features, _ROWS) if fused else 1
+    dtype = torch.float32 if precision == "high" else torch.bfloat16
+    return (
+        weight.new_empty(slots, blocks, num_classes),
+        weight.new_empty(slots, num_classes, num_features, dtype=dtype),
+        weight.new_empty(0 if fused else slots, num_features),
+    )
+
+
+def _multiply(
+    covariance: Tensor,
+    found: Classes,
+    weight: Tensor,
+    precision: str,
+    first_class: int,
+    *,
+    merge: bool,
+) -> Products:
+    """Products for the own classes among those found; merge the batch first, if asked for."""
+    weight = weight.contiguous()
+    empty = empty_products(weight, len(found.own_classes), precision)
+    result = Products(*empty, found.slot, found.own_classes)
+    if not len(found.classes):
+        return result
+    if len(weight) <= _CLASSES:
+        _launch_fused(covariance, found, weight, result, first_class, merge=merge)
+        return result
+    num_classes, num_features = weight.shape
+    slots, parts = len(found.own_classes), 3 if precision == "high" else 1
+    copies = weight.new_empty(slots, parts * num_features, num_features, dtype=torch.bfloat16)
+    _launch_update(covariance, found, copies, merge=merge)
+    centred, high, low = _split_weight(weight, 16)
+    high, low = high[:num_classes, :num_features], low[:num_classes, :num_features]
+    factor = high if parts == 1 else torch.cat([high, high, low], 1)  # beside Σ's high, low, high
+    _matmul(factor.contiguous(), copies, result.product)
+    _squares[(slots, triton.cdiv(num_classes, 16))](
+        result.product,
+        centred,
+        found.own_classes,
+        result.own,
+        result.partial,
+        num_classes,
+        num_features,
+        first_class,
+        classes_block=16,
+        features_block=min(triton.next_power_of_2(num_features), 256),
+    )
     return result
 
 
-def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, Tensor]:
-    """Room for ``Products.partial`` and ``Products.product``."""
-    partial = weight.new_empty(slots, triton.cdiv(weight.shape[1], _ROWS), weight.shape[0])
-    dtype = torch.float32 if precision == "high" else torch.bfloat16
-    return partial, weight.new_empty(slots, *weight.shape, dtype=dtype)
+def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Products (C, K) by (P, K, A) in bfloat16, summed in float32, into (P, C, A)."""
+    if not left.is_cuda:  # interpreted
+        out.copy_(left.float() @ right.float())
+    elif out.dtype == torch.bfloat16:
+        torch.matmul(left, right, out=out)
+    else:
+        torch.bmm(left.expand(len(right), *left.shape), right, torch.float32, out=out)
 
 
-def _launch(
+def _launch_update(
+    covariance: Tensor, found: Classes, copies: Tensor | None, *, merge: bool
+) -> None:
+    """Merge the rows of a batch into the covariances; copy them in bfloat16, if asked for."""
+    slots, num_features = len(found.classes), covariance.shape[1]
+    if not slots:
+        return
+    rows_block, columns_block = 32, 128
+    _update[(triton.cdiv(num_features, rows_block), slots)](
+        covariance,
+        found.rows,
+        found.start,
+        found.batch_count,
+        found.share,
+        found.classes,
+        found.slot,
+        found.rows if copies is None else copies,
+        num_features,
+        merge=merge,
+        parts=0 if copies is None else copies.shape[1] // num_features,
+        rows_block=rows_block,
+        columns_block=columns_block,
+    )
+
+
+def _launch_fused(
     covariance: Tensor,
     found: Classes,
-    weight: Tensor | None,
-    result: Products | None,
+    weight: Tensor,
+    result: Products,
     first_class: int,
     *,
     merge: bool,
 ) -> None:
-    """One pass over the covariances of the classes found."""
-    slots, num_features = len(found.classes), covariance.shape[1]
-    if not slots:
-        return
-    nothing = found.share
-    high = low = centred = nothing
-    num_classes, classes_block, class_blocks = 0, 16, 1
-    precise = False
-    if weight is not None:
-        assert result is not None
-        num_classes = len(weight)
-        precise = result.product.dtype == torch.float32
-        classes_block = max(16, min(triton.next_power_of_2(num_classes), _CLASSES))
-        class_blocks = triton.cdiv(num_classes, classes_block)
-        centred, high, low = _split_weight(weight, classes_block)
-    _update_and_multiply[(triton.cdiv(num_features, _ROWS) * class_blocks, slots)](
+    num_classes, num_features = weight.shape
+    classes_block = max(16, triton.next_power_of_2(num_classes))
+    centred, high, low = _split_weight(weight, classes_block)
+    samples = len(found.rows) // 2
+    _update_and_multiply[(triton.cdiv(num_features, _ROWS), len(found.classes))](
         covariance,
         found.rows,
         found.start,
@@ -219,23 +285,21 @@ def _launch(
         centred,
         high,
         low,
-        result.partial if result is not None else nothing,
-        result.product if result is not None else nothing,
+        result.partial,
+        result.product,
         num_features,
         num_classes,
-        class_blocks,
-        high.shape[-1],
+        high.shape[1],
         first_class,
         merge=merge,
-        multiply=weight is not None,
-        precise=precise,
-        several=class_blocks > 1,
+        precise=result.product.dtype == torch.float32,
         interpreted=not covariance.is_cuda,
+        batch_rows=4 if samples <= 2 * num_classes else 16,
         rows_block=_ROWS,
         columns_block=_COLUMNS,
         classes_block=classes_block,
         num_warps=8 if classes_block > 128 else 4,
-        num_stages=3,
+        num_stages=2,
     )
 
 
@@ -296,6 +360,70 @@ def _split(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _update(  # type: ignore[no-untyped-def]
+    covariance,
+    rows,
+    start,
+    batch_count,
+    share,
+    classes,
+    slot,
+    copies,
+    num_features,
+    merge: tl.constexpr,
+    parts: tl.constexpr,
+    rows_block: tl.constexpr,
+    columns_block: tl.constexpr,
+):
+    label = tl.load(classes + tl.program_id(1))
+    if label < 0:
+        return
+    row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
+    tile_row = _tile_row(covariance, label, row, num_features)
+    if merge:
+        number = tl.load(batch_count + label)
+        keep = 1.0 - tl.load(share + label)
+        line = rows + tl.load(start + label).to(tl.int64) * 2 * num_features
+    place = tl.load(slot + label).to(tl.int64)
+    part = num_features.to(tl.int64) * num_features
+    copy_row = copies + place * parts * part + row[:, None].to(tl.int64) * num_features
+    for first in range(0, num_features, columns_block):
+        column = first + tl.arange(0, columns_block)
+        mask = (row < num_features)[:, None] & (column < num_features)[None, :]
+        tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
+        if merge:
+            tile = _merge(tile * keep, line, 0, number + 1, row, column, num_features)
+            tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
+        if parts > 0:
+            height = tl.where(place >= 0, num_features, 0)  # 0: of no own sample
+            mask = (row < height)[:, None] & (column < num_features)[None, :]
+            upper = tile.to(tl.bfloat16)
+            tl.store(copy_row + column[None, :], upper, mask=mask)
+            if parts == 3:
+                lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
+                tl.store(copy_row + part + column[None, :], lower, mask=mask)
+                tl.store(copy_row + 2 * part + column[None, :], upper, mask=mask)
+
+
+@triton.jit
+def _tile_row(covariance, label, row, num_features):  # type: ignore[no-untyped-def]
+    matrix = covariance + label.to(tl.int64) * num_features * num_features
+    return matrix + row[:, None].to(tl.int64) * num_features
+
+
+@triton.jit
+def _merge(tile, line, first, last, row, column, num_features):  # type: ignore[no-untyped-def]
+    """Add the outer products of some rows of the batch to a tile."""
+    for sample in range(first, last):
+        left = tl.load(line + sample * num_features + row, mask=row < num_features, other=0.0)
+        right = tl.load(
+            line + sample * num_features + column, mask=column < num_features, other=0.0
+        )
+        tile += left[:, None] * right[None, :]
+    return tile
+
+
+@triton.jit
 def _update_and_multiply(  # type: ignore[no-untyped-def]
     covariance,
     rows,
@@ -311,14 +439,12 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     product,
     num_features,
     num_classes,
-    class_blocks,
     padded_features,
     first_class,
     merge: tl.constexpr,
-    multiply: tl.constexpr,
     precise: tl.constexpr,
-    several: tl.constexpr,
     interpreted: tl.constexpr,
+    batch_rows: tl.constexpr,
     rows_block: tl.constexpr,
     columns_block: tl.constexpr,
     classes_block: tl.constexpr,
@@ -326,71 +452,109 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
-    row_block = tl.program_id(0) // class_blocks  # neighbours share their rows of Σ
-    row = row_block * rows_block + tl.arange(0, rows_block)
+    row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
     row_inside = row < num_features
-    other = (tl.program_id(0) % class_blocks) * classes_block + tl.arange(0, classes_block)
-    tile_row = covariance + label.to(tl.int64) * num_features * num_features
-    tile_row += row[:, None].to(tl.int64) * num_features
+    other = tl.arange(0, classes_block)
+    tile_row = _tile_row(covariance, label, row, num_features)
     if merge:
         number = tl.load(batch_count + label)
         keep = 1.0 - tl.load(share + label)
         line = rows + tl.load(start + label).to(tl.int64) * 2 * num_features
-    own_class = label + first_class
-    total = tl.zeros((rows_block, classes_block), dtype=tl.float32)
-    own_tile = tl.zeros((rows_block, columns_block), dtype=tl.float32)  # its sum is Σ_c w_c
+        if number + 1 > batch_rows:  # seldom: the others ahead, for the loop below has no loops
+            for first in range(0, num_features, columns_block):
+                column = first + tl.arange(0, columns_block)
+                mask = row_inside[:, None] & (column < num_features)[None, :]
+                tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0) * keep
+                tile = _merge(tile, line, batch_rows, number + 1, row, column, num_features)
+                tl.store(tile_row + column[None, :], tile, mask=mask)
+            keep = 1.0
+            tl.debug_barrier()
+    total = tl.zeros((classes_block, rows_block), dtype=tl.float32)
     for first in range(0, num_features, columns_block):
         column = first + tl.arange(0, columns_block)
-        column_inside = column < num_features
-        mask = row_inside[:, None] & column_inside[None, :]
+        mask = row_inside[:, None] & (column < num_features)[None, :]
         tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
-        if merge:  # Eq. 10
+        if merge:
             tile *= keep
-            for sample in range(number + 1):
-                left = tl.load(line + sample * num_features + row, mask=row_inside, other=0.0)
+            for sample in tl.static_range(batch_rows):
+                width = tl.where(number >= sample, num_features, 0)  # 0: there is no such row
+                left = tl.load(line + sample * num_features + row, mask=row < width, other=0.0)
                 right = tl.load(
-                    line + sample * num_features + column, mask=column_inside, other=0.0
+                    line + sample * num_features + column, mask=column < width, other=0.0
                 )
                 tile += left[:, None] * right[None, :]
-            tl.store(tile_row + column[None, :], tile, mask=mask)
-        if multiply:
-            place = other[None, :] * padded_features + column[:, None]
-            upper = tile.to(tl.bfloat16)
-            weight_upper = tl.load(high + place)
-            total = _dot(upper, weight_upper, total, interpreted)
-            if precise:
-                lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
-                total = _dot(lower, weight_upper, total, interpreted)
-                total = _dot(upper, tl.load(low + place), total, interpreted)
-            if several:
-                own_weight = tl.load(
-                    centred + own_class * num_features + column, mask=column_inside, other=0.0
-                )
-                own_tile += tile * own_weight[None, :]
-    if multiply:
-        place = tl.load(slot + label).to(tl.int64)
-        if place >= 0:
-            at_target = other[None, :] == own_class
-            own = tl.sum(own_tile, 1) if several else tl.sum(tl.where(at_target, total, 0.0), 1)
-            total = tl.where(at_target, 0.0, total - own[:, None])  # ((W − w_c) Σ_c)ᵀ
-            mask = row_inside[:, None] & (other < num_classes)[None, :]
-            element = other[None, :] * num_features + row[:, None]
-            tl.store(
-                product + place * num_classes * num_features + element,
-                total.to(product.dtype.element_ty),
-                mask=mask,
-            )
-            margin = tl.load(centred + element, mask=mask, other=0.0)
+            tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
+        place = other[:, None] * padded_features + column[None, :]
+        upper = tile.to(tl.bfloat16)
+        weight_upper = tl.load(high + place)
+        total = _dot(weight_upper, tl.trans(upper), total, interpreted)
+        if precise:
+            lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
+            total = _dot(weight_upper, tl.trans(lower), total, interpreted)
+            total = _dot(tl.load(low + place), tl.trans(upper), total, interpreted)
+    place = tl.load(slot + label).to(tl.int64)
+    if place >= 0:
+        own_class = label + first_class
+        at_target = other[:, None] == own_class
+        own = tl.sum(tl.where(at_target, total, 0.0), 0)
+        total = total - own[None, :]  # (W − w_c) Σ_c, exactly 0 for c
+        mask = (other < num_classes)[:, None] & row_inside[None, :]
+        element = other[:, None] * num_features + row[None, :]
+        tl.store(
+            product + place * num_classes * num_features + element,
+            total.to(product.dtype.element_ty),
+            mask=mask,
+        )
+        margin = tl.load(centred + element, mask=mask, other=0.0)
+        own_weight = tl.load(centred + own_class * num_features + row, mask=row_inside, other=0.0)
+        part = tl.sum(tl.where(mask, total * (margin - own_weight[None, :]), 0.0), 1)
+        line = place * tl.cdiv(num_features, rows_block) + tl.program_id(0)
+        tl.store(partial + line * num_classes + other, part, mask=other < num_classes)
+
+
+@triton.jit
+def _squares(  # type: ignore[no-untyped-def]
+    product,
+    centred,
+    classes,
+    own,
+    partial,
+    num_classes,
+    num_features,
+    first_class,
+    classes_block: tl.constexpr,
+    features_block: tl.constexpr,
+):
+    """Quadratic term from products with W, and the products with the own weight."""
+    place = tl.program_id(0).to(tl.int64)
+    label = tl.load(classes + place)
+    other = tl.program_id(1) * classes_block + tl.arange(0, classes_block)
+    own_class = label + first_class
+    total = tl.zeros((classes_block, features_block), dtype=tl.float32)
+    for first in range(0, num_features, features_block):
+        column = first + tl.arange(0, features_block)
+        inside = column < num_features
+        if label < 0:
+            own_product = tl.zeros((features_block,), dtype=tl.float32)
+        else:
+            line = (place * num_classes + own_class) * num_features
+            own_product = tl.load(product + line + column, mask=inside, other=0.0).to(tl.float32)
             own_weight = tl.load(
-                centred + own_class * num_features + row, mask=row_inside, other=0.0
+                centred + own_class * num_features + column, mask=inside, other=0.0
             )
-            part = tl.sum(tl.where(mask, total * (margin - own_weight[:, None]), 0.0), 0)
-            blocks = tl.cdiv(num_features, rows_block)
-            tl.store(
-                partial + (place * blocks + row_block) * num_classes + other,
-                part,
-                mask=other < num_classes,
+            mask = (other < num_classes)[:, None] & inside[None, :]
+            element = other[:, None] * num_features + column[None, :]
+            tile = tl.load(
+                product + place * num_classes * num_features + element, mask=mask, other=0.0
             )
+            margin = tl.load(centred + element, mask=mask, other=0.0) - own_weight[None, :]
+            tile = tile.to(tl.float32) - own_product[None, :]
+            total += tl.where(mask, tile * margin, 0.0)
+        if tl.program_id(1) == 0:
+            tl.store(own + place * num_features + column, own_product, mask=inside)
+    if label >= 0:
+        part = tl.sum(total, 1)
+        tl.store(partial + place * num_classes + other, part, mask=other < num_classes)
 
 
 @triton.jit
@@ -435,6 +599,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     grad,
     index,
     classes,
+    others,
     table,
     num_samples,
     num_classes,
@@ -442,15 +607,15 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     samples_block: tl.constexpr,
     block: tl.constexpr,
 ):
+    """Sums over the samples of a class: at the class itself 0, and less the sum of the others."""
     label = tl.load(classes + tl.program_id(0))
-    if label < 0:
-        return
+    wanted = tl.where(label < 0, -2, label + first_class)  # −2: no sample has that
     column = tl.arange(0, block)
     total = tl.zeros((block,), dtype=tl.float32)
     for first in range(0, num_samples, samples_block):
         position = first + tl.arange(0, samples_block)
         value = tl.load(index + position, mask=position < num_samples, other=-1)
-        match = value == label + first_class
+        match = value == wanted
         if tl.sum(match.to(tl.int32)) > 0:
             tile = tl.load(
                 grad + position[:, None].to(tl.int64) * num_classes + column[None, :],
@@ -459,7 +624,11 @@ def _sum_rows(  # type: ignore[no-untyped-def]
             )
             total += tl.sum(tile, 0)
     place = tl.program_id(0).to(tl.int64) * num_classes + column
-    tl.store(table + place, 2.0 * total, mask=column < num_classes)
+    at_target = column == wanted
+    total = tl.where(at_target, 0.0, 2.0 * total)
+    tl.store(others + place, total, mask=column < num_classes)
+    total = tl.where(at_target, -tl.sum(total), total)
+    tl.store(table + place, total, mask=column < num_classes)
 
 
 @triton.jit
@@ -483,7 +652,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     total = tl.zeros((features_block,), dtype=tl.float32)
     for first in range(0, slots, rows_block):  # row j of the gradient: from the slots of all c
         place = first + tl.arange(0, rows_block)
-        used = tl.load(classes + place, mask=place < slots, other=-1) >= 0
+        label = tl.load(classes + place, mask=place < slots, other=-1)
+        used = (label >= 0) & (label + first_class != other)
         line = place.to(tl.int64) * num_classes + other
         factor = tl.load(table + line, mask=used, other=0.0)
         tile = tl.load(

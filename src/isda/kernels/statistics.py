@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["Classes", "class_statistics", "screen", "tally", "update_variances"]
 
 _SAMPLES = 16  # samples read at a time
-_FEATURES = 256  # features of a program
+_FEATURES = 512  # features of a program
 
 
 class Classes(NamedTuple):
