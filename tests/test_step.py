@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda import ISDALoss
+from isda import FullCovariance, ISDALoss
 from isda.experiments import step as step_module
 from isda.experiments.company import Company
 from isda.experiments.data import ImageArrays, load_data
@@ -539,6 +539,32 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
 
 
 @pytest.mark.gpu
+def test_precision_of_products_does_not_show_in_the_curves() -> None:
+    """Products of Eq. 4 in bfloat16, as in all bf16 recipes, or as precise as float32.
+
+    The two part by rounding alone: at first not at all, in the end by less than two seeds do.
+    """
+    digits = load_data("digits")
+    assert isinstance(digits, ImageArrays)
+    device, recipe = torch.device("cuda"), replace(RECIPE, precision="bf16", epochs=30)
+    curves = {}
+    for precision in ("high", "medium"):
+        lanes = [Lane(recipe, seed, digits.to(device), device) for seed in range(4)]
+        for lane in lanes:
+            estimator = lane.criterion.estimator
+            assert isinstance(estimator, FullCovariance)
+            assert estimator.precision == "medium"
+            estimator.precision = precision
+        rows = train(lanes, recipe.epochs, capture=True)
+        curves[precision] = torch.tensor(rows)[..., :2]  # loss and error: epochs, seeds, 2
+    high, medium = curves["high"], curves["medium"]
+    torch.testing.assert_close(medium[:2, :, 0], high[:2, :, 0], rtol=0.02, atol=0)
+    last_high, last_medium = high[-10:].mean(0), medium[-10:].mean(0)  # (seeds, 2)
+    spread = last_high.amax(0) - last_high.amin(0)
+    assert ((last_high.mean(0) - last_medium.mean(0)).abs() < spread).all(), (high, medium)
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("device", [torch.device("cuda")], scope="module")
 class TestCaptured:
@@ -548,7 +574,11 @@ class TestCaptured:
         EVERYTHING,
     )
 
-    @pytest.mark.parametrize("recipe", RECIPES, ids=["isda", "bf16 ce", "everything"])
+    @pytest.mark.parametrize(
+        "recipe",
+        [*RECIPES, replace(RECIPE, batch_size=8)],
+        ids=["isda", "bf16 ce", "everything", "eight steps in a row"],
+    )
     def test_equals_uncaptured(
         self, recipe: Recipe, data: ImageArrays, device: torch.device
     ) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from isda import ISDALoss, distributed, functional
+from isda import Covariance, FullCovariance, ISDALoss, distributed, functional
+from isda.covariance import COVARIANCES
 from isda.experiments import draws
 from isda.experiments.criterion import Batch, Criterion, require
 from isda.experiments.large_margin import LargeMarginLoss
@@ -260,8 +261,7 @@ def create_criterion(
             num_features,
             num_classes,
             lambda_0=recipe.lambda_0,
-            covariance=recipe.covariance,
-            decay=recipe.decay,
+            covariance=_create_estimator(recipe, num_features, num_classes),
             ramp="constant" if recipe.ramp == "constant" else "linear",
         ),
         "large_margin": LargeMarginLoss,
@@ -273,6 +273,13 @@ def create_criterion(
         "lq": LqLoss,
     }
     return builders[recipe.method]()
+
+
+def _create_estimator(recipe: Recipe, num_features: int, num_classes: int) -> Covariance:
+    """Products are as precise as those of the network; statistics are float32 in any case."""
+    if recipe.covariance == "full" and recipe.precision == "bf16":
+        return FullCovariance(num_features, num_classes, decay=recipe.decay, precision="medium")
+    return COVARIANCES[recipe.covariance](num_features, num_classes, decay=recipe.decay)
 
 
 @torch.library.custom_op("isda::step_key", mutates_args=())

@@ -299,7 +299,10 @@ class Lane:
             model = nn.parallel.DistributedDataParallel(
                 model, device_ids=[self.device.index] if on_gpu else None, broadcast_buffers=False
             )
-        return torch.compile(model, dynamic=False) if self._compiled else model
+        if not self._compiled:
+            return model
+        # one kernel for many small ones, such as the casts of the weights
+        return torch.compile(model, dynamic=False, options={"combo_kernels": True})
 
     @property
     def _dtype(self) -> torch.dtype:

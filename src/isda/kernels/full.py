@@ -152,9 +152,9 @@ def weight_gradient(
         block=block,
     )
     result = grad.new_empty(num_classes, num_features)
-    # at least 512 programs, to keep the GPU busy, but no longer rows than needed
+    # about 512 programs, to keep the GPU busy, and few rounds of each
     wanted = triton.next_power_of_2(triton.cdiv(num_classes * num_features, 512))
-    features_block = min(max(wanted, 64), 1024, triton.next_power_of_2(num_features))
+    features_block = min(max(wanted, 64), 1024)
     _weight_gradient[(num_classes, triton.cdiv(num_features, features_block))](
         table,
         product,
@@ -166,7 +166,7 @@ def weight_gradient(
         num_classes,
         num_features,
         first_class,
-        rows_block=16,
+        rows_block=min(8192 // features_block, max(triton.next_power_of_2(num_classes), 16)),
         features_block=features_block,
     )
     return torch.addmm(result, others.T, own, alpha=-1) if len(own) else result
@@ -254,6 +254,7 @@ def _launch_update(
         found.slot,
         found.rows if copies is None else copies,
         num_features,
+        even=num_features % 2 == 0,
         merge=merge,
         parts=0 if copies is None else copies.shape[1] // num_features,
         rows_block=rows_block,
@@ -273,7 +274,8 @@ def _launch_fused(
     num_classes, num_features = weight.shape
     classes_block = max(16, triton.next_power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
-    samples = len(found.rows) // 2
+    samples, precise = len(found.rows) // 2, result.product.dtype == torch.float32
+    aligned = num_features % 4 == 0  # 16 bytes: else asynchronous copies are slow
     _update_and_multiply[(triton.cdiv(num_features, _ROWS), len(found.classes))](
         covariance,
         found.rows,
@@ -291,15 +293,16 @@ def _launch_fused(
         num_classes,
         high.shape[1],
         first_class,
+        even=num_features % 2 == 0,
         merge=merge,
-        precise=result.product.dtype == torch.float32,
+        precise=precise,
         interpreted=not covariance.is_cuda,
         batch_rows=4 if samples <= 2 * num_classes else 16,
         rows_block=_ROWS,
-        columns_block=_COLUMNS,
+        columns_block=32 if precise and aligned else _COLUMNS,
         classes_block=classes_block,
         num_warps=8 if classes_block > 128 else 4,
-        num_stages=2,
+        num_stages=(4 if precise else 3) if aligned else 1,
     )
 
 
@@ -370,6 +373,7 @@ def _update(  # type: ignore[no-untyped-def]
     slot,
     copies,
     num_features,
+    even: tl.constexpr,
     merge: tl.constexpr,
     parts: tl.constexpr,
     rows_block: tl.constexpr,
@@ -378,6 +382,8 @@ def _update(  # type: ignore[no-untyped-def]
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
+    if even:  # rows begin at whole pairs of numbers, which can be read at once
+        num_features = tl.multiple_of(num_features, 2)
     row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
     tile_row = _tile_row(covariance, label, row, num_features)
     if merge:
@@ -441,6 +447,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     num_classes,
     padded_features,
     first_class,
+    even: tl.constexpr,
     merge: tl.constexpr,
     precise: tl.constexpr,
     interpreted: tl.constexpr,
@@ -452,6 +459,8 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
+    if even:  # rows begin at whole pairs of numbers, which can be read at once
+        num_features = tl.multiple_of(num_features, 2)
     row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
     row_inside = row < num_features
     other = tl.arange(0, classes_block)
@@ -508,8 +517,8 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
         margin = tl.load(centred + element, mask=mask, other=0.0)
         own_weight = tl.load(centred + own_class * num_features + row, mask=row_inside, other=0.0)
         part = tl.sum(tl.where(mask, total * (margin - own_weight[None, :]), 0.0), 1)
-        line = place * tl.cdiv(num_features, rows_block) + tl.program_id(0)
-        tl.store(partial + line * num_classes + other, part, mask=other < num_classes)
+        piece = place * tl.cdiv(num_features, rows_block) + tl.program_id(0)
+        tl.store(partial + piece * num_classes + other, part, mask=other < num_classes)
 
 
 @triton.jit

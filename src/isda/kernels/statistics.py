@@ -10,8 +10,7 @@ from torch import Tensor
 
 __all__ = ["Classes", "class_statistics", "screen", "tally", "update_variances"]
 
-_SAMPLES = 16  # samples read at a time
-_FEATURES = 512  # features of a program
+_TILE = 8192  # numbers that a program holds at a time
 
 
 class Classes(NamedTuple):
@@ -128,7 +127,8 @@ def class_statistics(
         result.batch_count.zero_()
         return result
     nothing = result.share
-    features_block = min(triton.next_power_of_2(width), _FEATURES)
+    # narrow programs, that read all samples at once, unless there are very many
+    features_block = 64 if num_classes * width <= 64 * 4096 else 512
     _class_statistics[(num_classes, triton.cdiv(width, features_block))](
         index.contiguous(),
         target.contiguous(),
@@ -150,7 +150,7 @@ def class_statistics(
         fade=decay != 1.0,
         whole=whole,
         scan_block=min(triton.next_power_of_2(samples), 1024),
-        samples_block=_SAMPLES,
+        samples_block=min(_TILE // features_block, max(triton.next_power_of_2(samples), 16)),
         features_block=features_block,
     )
     if count is not None:
