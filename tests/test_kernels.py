@@ -35,6 +35,14 @@ def draw(
     return Moments(count, mean, covariance), x.features * 3 + 5, target, weight.to(device) + 2
 
 
+def padded(covariance: Tensor) -> Tensor:
+    """The same matrices with rows that begin at multiples of 64 bytes, as on a GPU."""
+    classes, width, _ = covariance.shape
+    room = covariance.new_zeros(classes, width, -(-width // 16) * 16)
+    room[..., :width] = covariance
+    return room[..., :width]
+
+
 def doubles(moments: Moments) -> Moments:
     return Moments(*(tensor.cpu().double() for tensor in moments))._replace(
         count=moments.count.cpu().clone()
@@ -103,10 +111,16 @@ def check_quadratic(
         first_class=first,
     )
     found = Moments(*(tensor.clone() for tensor in moments))
+    found = found._replace(covariance=padded(found.covariance))
     products = kernels.update_and_multiply(
         *found, features, index, weight, target, 0.9, precision, first
     )
     check_moments(moments, found, expected)
+    stride = found.covariance.stride(1)
+    room = found.covariance.as_strided(
+        (len(found.mean), shape[2], stride), (shape[2] * stride, stride, 1)
+    )
+    assert not room[..., shape[2] :].any()
     rows = kernels.gather_rows(products.partial, products.slot, target, first)
     # errors of 2⁻¹⁶ or 2⁻⁸ of both factors and of what is left out or kept of a product; a sum with
     # both signs is smaller than its terms; the interpreter cuts off where a GPU rounds

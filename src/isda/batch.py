@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isda import kernels
 from isda.distributed import SKIP
+from isda.operators import operator
 
 __all__ = ["NOT_FINITE", "OUT_OF_RANGE", "problem_in", "screen", "tally"]
 
@@ -16,8 +17,7 @@ NOT_FINITE, OUT_OF_RANGE = SKIP - 1, SKIP - 2
 """Class indices of samples with bad features, and with a bad target; any of them spoils a batch."""
 
 
-@torch.library.custom_op("isda::screen", mutates_args=())
-def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+def _screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     """Class indices of the samples that count, SKIP for ignored ones, else what is bad about them.
 
     Shape:
@@ -32,9 +32,9 @@ def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int
     return torch.where(outside, OUT_OF_RANGE, index)
 
 
-@screen.register_fake
-def _(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    return torch.empty_like(target)
+screen = operator(
+    "isda::screen", _screen, lambda features, target, *_options: torch.empty_like(target)
+)
 
 
 def problem_in(index: Tensor) -> Tensor:
@@ -43,8 +43,7 @@ def problem_in(index: Tensor) -> Tensor:
     return (SKIP - least).clamp(min=0)
 
 
-@torch.library.custom_op("isda::tally", mutates_args=("step", "problem"))
-def tally(
+def _tally(
     step: Tensor,
     problem: Tensor,
     index: Tensor,
@@ -61,7 +60,7 @@ def tally(
     Args:
         step: number of steps so far.
         problem: largest problem so far.
-        index: class indices of all ranks, see :func:`screen`.
+        index: class indices of all ranks, see ``screen``.
         lambda_0: final strength.
         total_steps: number of steps of the whole training.
         world: number of ranks.
@@ -85,15 +84,11 @@ def tally(
     return index, torch.where(found > 0, 0.0, scale), strength
 
 
-@tally.register_fake
-def _(
-    step: Tensor,
-    problem: Tensor,
-    index: Tensor,
-    lambda_0: float,
-    total_steps: int,
-    world: int,
-    mean: bool,
+def _fake_tally(
+    step: Tensor, problem: Tensor, index: Tensor, *_options: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = step.new_empty((), dtype=torch.float64)
     return torch.empty_like(index), scale, step.new_empty((), dtype=torch.float32)
+
+
+tally = operator("isda::tally", _tally, _fake_tally, mutates_args=("step", "problem"))

@@ -4,10 +4,14 @@ The plain form stands in ``functional.py``: ``isda_loss`` and, without a quadrat
 ``cross_entropy``.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from isda import kernels
+from isda.operators import operator
 
 __all__ = ["bound"]
 
@@ -40,11 +44,11 @@ def bound(
     if quadratic is not None and not isinstance(strength, Tensor):
         strength = torch.full((), strength, device=logits.device)
     factor = strength if isinstance(strength, Tensor) else None
-    return _bound_op(logits, quadratic, index, factor, scale, ignore_index, reduce)[0]
+    loss, *_ = _bound_op(logits, quadratic, index, factor, scale, ignore_index, reduce)
+    return loss
 
 
-@torch.library.custom_op("isda::bound", mutates_args=(), device_types="cuda")
-def _bound_op(
+def _bound(
     logits: Tensor,
     quadratic: Tensor | None,
     index: Tensor,
@@ -64,8 +68,7 @@ def _bound_op(
     )
 
 
-@_bound_op.register_fake
-def _(
+def _fake_bound(
     logits: Tensor,
     quadratic: Tensor | None,
     index: Tensor,
@@ -80,8 +83,7 @@ def _(
     return loss, total, logits.new_empty((), dtype=torch.float64)
 
 
-@torch.library.custom_op("isda::bound_backward", mutates_args=(), device_types="cuda")
-def _bound_backward_op(
+def _bound_backward(
     grad: Tensor,
     logits: Tensor,
     quadratic: Tensor | None,
@@ -103,40 +105,35 @@ def _bound_backward_op(
     )
 
 
-@_bound_backward_op.register_fake
-def _(
-    grad: Tensor,
-    logits: Tensor,
-    quadratic: Tensor | None,
-    index: Tensor,
-    strength: Tensor | None,
-    total: Tensor,
-    scale: Tensor,
-    ignore_index: int,
+def _fake_bound_backward(
+    grad: Tensor, logits: Tensor, quadratic: Tensor | None, *_others: Tensor
 ) -> tuple[Tensor, Tensor]:
     quadratic_grad = logits.new_empty(0) if quadratic is None else torch.empty_like(quadratic)
     return torch.empty_like(logits.contiguous()), quadratic_grad
 
 
-def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    logits, quadratic, index, strength, _, ctx.ignore_index, _ = inputs  # type: ignore[attr-defined]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, quadratic, index, strength, _, ctx.ignore_index, _ = inputs
     ctx.save_for_backward(logits, quadratic, index, strength, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _backward(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_unused: Tensor | None
+def _gradient(
+    ctx: Any, backward: Callable[..., Any], grad: Tensor | None, *_unused: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 7
-    saved = ctx.saved_tensors  # type: ignore[attr-defined]
-    logits_grad, quadratic_grad = _bound_backward_op(
-        grad,
-        *saved,
-        ctx.ignore_index,  # type: ignore[attr-defined]
-    )
-    return logits_grad, None if saved[1] is None else quadratic_grad, *(None,) * 5
+    logits_grad, quadratic_grad = backward(grad, *ctx.saved_tensors, ctx.ignore_index)
+    shifted = ctx.saved_tensors[1] is not None
+    return logits_grad, quadratic_grad if shifted else None, *(None,) * 5
 
 
-_bound_op.register_autograd(_backward, setup_context=_save)
+_bound_op = operator(
+    "isda::bound",
+    _bound,
+    _fake_bound,
+    save=_save,
+    backward=operator("isda::bound_backward", _bound_backward, _fake_bound_backward),
+    gradient=_gradient,
+)

@@ -167,7 +167,8 @@ def full_quadratic(
     Shape:
         weight (C, A), target (N,), covariance (C, A, A); output (N, C).
     """
-    return full_quadratic_op(weight, target, covariance, precision, 0)[0]
+    quadratic, *_ = full_quadratic_op(weight, target, covariance, precision, 0)
+    return quadratic
 
 
 def diagonal_quadratic(weight: Tensor, target: Tensor, variance: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The heavy operations of covariances, done for the classes of the batch and no others.
 
-They are torch operators, so that ``torch.compile(fullgraph=True)`` and CUDA graphs see one node
+They are operators (see ``operators.py``), so that ``torch.compile(fullgraph=True)`` sees one node
 with static shapes, while the code inside may look at the classes present. On a CPU that is a loop
 over those classes, in place; on CUDA see ``kernels/full.py``. The plain forms they equal stand in
 ``functional.py``: ``update_moments`` and ``full_quadratic``.
@@ -10,12 +10,15 @@ left out of the update, and their quadratic term is 0.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from isda import kernels
+from isda.operators import operator
 
 __all__ = [
     "full_quadratic_op",
@@ -66,9 +69,11 @@ def update_and_quadratic(
         count (C',), mean (C', A), covariance (C', A, A), features (N, A), index (N,), weight (C,
         A), target (N',); output (N', C).
     """
+    quadratic: Tensor
     if not kernels.usable(covariance):
         update_full_op(count, mean, covariance, features, index, decay, first_class)
-        return full_quadratic_op(weight, target, covariance, precision, first_class)[0]
+        quadratic, *_ = full_quadratic_op(weight, target, covariance, precision, first_class)
+        return quadratic
     products = _update_and_multiply_op(
         count,
         mean,
@@ -81,11 +86,11 @@ def update_and_quadratic(
         precision,
         first_class,
     )
-    return _gather_op(weight, target, *products, first_class)
+    quadratic = _gather_op(weight, target, *products, first_class)
+    return quadratic
 
 
-@torch.library.custom_op("isda::update_full_", mutates_args=("count", "mean", "covariance"))
-def update_full_op(
+def _update_full(
     count: Tensor,
     mean: Tensor,
     covariance: Tensor,
@@ -129,23 +134,7 @@ def update_full_op(
     count += batch_count  # Eq. 11
 
 
-@update_full_op.register_fake
-def _(
-    count: Tensor,
-    mean: Tensor,
-    covariance: Tensor,
-    features: Tensor,
-    target: Tensor,
-    decay: float,
-    first_class: int,
-) -> None:
-    pass
-
-
-@torch.library.custom_op(
-    "isda::update_variances_", mutates_args=("count", "mean", "variance"), device_types="cuda"
-)
-def update_variances_op(
+def _update_variances(
     count: Tensor, mean: Tensor, variance: Tensor, features: Tensor, target: Tensor, decay: float
 ) -> None:
     """Merge a batch into per-class moments with variances in place.
@@ -156,15 +145,7 @@ def update_variances_op(
     kernels.update_variances(count, mean, variance, features, target, decay)
 
 
-@update_variances_op.register_fake
-def _(
-    count: Tensor, mean: Tensor, variance: Tensor, features: Tensor, target: Tensor, decay: float
-) -> None:
-    pass
-
-
-@torch.library.custom_op("isda::full_quadratic", mutates_args=())
-def full_quadratic_op(
+def _full_quadratic(
     weight: Tensor, target: Tensor, covariance: Tensor, precision: str, first_class: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Quadratic term of Eq. 4, and what its backward pass needs.
@@ -199,8 +180,7 @@ def full_quadratic_op(
     )
 
 
-@full_quadratic_op.register_fake
-def _(
+def _fake_full_quadratic(
     weight: Tensor, target: Tensor, covariance: Tensor, precision: str, first_class: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     slots = min(target.shape[0], covariance.shape[0])
@@ -213,12 +193,7 @@ def _(
     return quadratic, product, own, *_empty_slots(target, slots, covariance.shape[0])
 
 
-@torch.library.custom_op(
-    "isda::update_and_multiply_",
-    mutates_args=("count", "mean", "covariance"),
-    device_types="cuda",
-)
-def _update_and_multiply_op(
+def _update_and_multiply(
     count: Tensor,
     mean: Tensor,
     covariance: Tensor,
@@ -244,8 +219,7 @@ def _update_and_multiply_op(
     )
 
 
-@_update_and_multiply_op.register_fake
-def _(
+def _fake_update_and_multiply(
     count: Tensor,
     mean: Tensor,
     covariance: Tensor,
@@ -262,8 +236,7 @@ def _(
     return *products, *_empty_slots(target, slots, covariance.shape[0])
 
 
-@torch.library.custom_op("isda::gather", mutates_args=(), device_types="cuda")
-def _gather_op(
+def _gather(
     weight: Tensor,
     target: Tensor,
     partial: Tensor,
@@ -277,22 +250,7 @@ def _gather_op(
     return kernels.gather_rows(partial, slot, target, first_class)
 
 
-@_gather_op.register_fake
-def _(
-    weight: Tensor,
-    target: Tensor,
-    partial: Tensor,
-    product: Tensor,
-    own: Tensor,
-    slot: Tensor,
-    classes: Tensor,
-    first_class: int,
-) -> Tensor:
-    return weight.new_empty(target.shape[0], weight.shape[0])
-
-
-@torch.library.custom_op("isda::full_quadratic_backward", mutates_args=())
-def _full_quadratic_backward_op(
+def _full_quadratic_backward(
     grad: Tensor,
     target: Tensor,
     product: Tensor,
@@ -321,19 +279,6 @@ def _full_quadratic_backward_op(
     return weight_grad
 
 
-@_full_quadratic_backward_op.register_fake
-def _(
-    grad: Tensor,
-    target: Tensor,
-    product: Tensor,
-    own: Tensor,
-    slot: Tensor,
-    classes: Tensor,
-    first_class: int,
-) -> Tensor:
-    return grad.new_empty(product.shape[1:])
-
-
 def _local(target: Tensor, number: int, first_class: int) -> Tensor:
     """Classes counted from the first one here, −1 for those not here."""
     local = target - first_class
@@ -350,37 +295,63 @@ def _empty_slots(target: Tensor, slots: int, num_classes: int) -> tuple[Tensor, 
     return slot, target.new_empty(slots, dtype=torch.int32)
 
 
-def _save_product(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
-    _, target, _, _, first_class = inputs
-    ctx.first_class = first_class  # type: ignore[attr-defined]
+def _save_products(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, target, _, _, ctx.first_class = inputs
     ctx.save_for_backward(target, *output[1:])
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else zeros (P, C, A) for the product
 
 
-def _weight_gradient(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_unused: Tensor | None
-) -> tuple[Tensor | None, None, None, None, None]:
-    if grad is None:  # the quadratic term was not used
-        return None, None, None, None, None
-    saved = ctx.saved_tensors  # type: ignore[attr-defined]
-    gradient = _full_quadratic_backward_op(grad, *saved, ctx.first_class)  # type: ignore[attr-defined]
-    return gradient, None, None, None, None
-
-
-def _save_gathered(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    _, target, _, *products, first_class = inputs
-    ctx.first_class = first_class  # type: ignore[attr-defined]
+def _save_gathered(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, target, _, *products, ctx.first_class = inputs
     ctx.save_for_backward(target, *products)
 
 
-def _gathered_gradient(
-    ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+def _weight_gradient(
+    ctx: Any, backward: Callable[..., Any], grad: Tensor | None, *_unused: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # type: ignore[attr-defined]
-    gradient = _full_quadratic_backward_op(grad, *saved, ctx.first_class)  # type: ignore[attr-defined]
-    return gradient, *(None,) * 7
+    nothing = (None,) * (len(ctx.needs_input_grad) - 1)
+    if grad is None:  # the quadratic term was not used
+        return None, *nothing
+    return backward(grad, *ctx.saved_tensors, ctx.first_class), *nothing
 
 
-full_quadratic_op.register_autograd(_weight_gradient, setup_context=_save_product)
-_gather_op.register_autograd(_gathered_gradient, setup_context=_save_gathered)
+update_full_op = operator(
+    "isda::update_full_",
+    _update_full,
+    lambda *_inputs: None,
+    mutates_args=("count", "mean", "covariance"),
+)
+update_variances_op = operator(
+    "isda::update_variances_",
+    _update_variances,
+    lambda *_inputs: None,
+    mutates_args=("count", "mean", "variance"),
+)
+_update_and_multiply_op = operator(
+    "isda::update_and_multiply_",
+    _update_and_multiply,
+    _fake_update_and_multiply,
+    mutates_args=("count", "mean", "covariance"),
+)
+_backward_op = operator(
+    "isda::full_quadratic_backward",
+    _full_quadratic_backward,
+    lambda grad, target, product, *_slots: grad.new_empty(product.shape[1:]),
+)
+full_quadratic_op = operator(
+    "isda::full_quadratic",
+    _full_quadratic,
+    _fake_full_quadratic,
+    save=_save_products,
+    backward=_backward_op,
+    gradient=_weight_gradient,
+)
+_gather_op = operator(
+    "isda::gather",
+    _gather,
+    lambda weight, target, *_products: weight.new_empty(target.shape[0], weight.shape[0]),
+    save=_save_gathered,
+    backward=_backward_op,
+    gradient=_weight_gradient,
+)

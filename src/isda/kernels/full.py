@@ -64,7 +64,7 @@ def update(
         mean=mean,
         decay=decay,
     )
-    _launch_update(covariance, found, None, merge=True)
+    _launch_update(covariance, found, None, count)
 
 
 def multiply(
@@ -72,7 +72,8 @@ def multiply(
 ) -> Products:
     """Products of Eq. 4 for the classes of a batch."""
     found = class_statistics(index, index, len(covariance), first_class)
-    return _multiply(covariance, found, weight, precision, first_class, merge=False)
+    covariance = covariance if covariance.stride(2) == 1 else covariance.contiguous()
+    return _multiply(covariance, found, weight, precision, first_class, None)
 
 
 def update_and_multiply(
@@ -102,7 +103,7 @@ def update_and_multiply(
         mean=mean,
         decay=decay,
     )
-    return _multiply(covariance, found, weight, precision, first_class, merge=True)
+    return _multiply(covariance, found, weight, precision, first_class, count)
 
 
 def gather_rows(partial: Tensor, slot: Tensor, index: Tensor, first_class: int = 0) -> Tensor:
@@ -148,7 +149,7 @@ def weight_gradient(
         len(index),
         num_classes,
         first_class,
-        samples_block=min(16, max(1, 4096 // block)),
+        samples_block=min(max(8192 // block, 1), triton.next_power_of_2(len(index))),
         block=block,
     )
     result = grad.new_empty(num_classes, num_features)
@@ -156,10 +157,10 @@ def weight_gradient(
     wanted = triton.next_power_of_2(triton.cdiv(num_classes * num_features, 512))
     features_block = min(max(wanted, 64), 1024)
     _weight_gradient[(num_classes, triton.cdiv(num_features, features_block))](
+        others,
         table,
         product,
         slot,
-        classes,
         result,
         slots,
         len(slot),
@@ -191,22 +192,21 @@ def _multiply(
     weight: Tensor,
     precision: str,
     first_class: int,
-    *,
-    merge: bool,
+    count: Tensor | None,
 ) -> Products:
-    """Products for the own classes among those found; merge the batch first, if asked for."""
+    """Products for the own classes among those found; with a count, merge the batch first."""
     weight = weight.contiguous()
     empty = empty_products(weight, len(found.own_classes), precision)
     result = Products(*empty, found.slot, found.own_classes)
     if not len(found.classes):
         return result
     if len(weight) <= _CLASSES:
-        _launch_fused(covariance, found, weight, result, first_class, merge=merge)
+        _launch_fused(covariance, found, weight, result, first_class, count)
         return result
     num_classes, num_features = weight.shape
     slots, parts = len(found.own_classes), 3 if precision == "high" else 1
     copies = weight.new_empty(slots, parts * num_features, num_features, dtype=torch.bfloat16)
-    _launch_update(covariance, found, copies, merge=merge)
+    _launch_update(covariance, found, copies, count)
     centred, high, low = _split_weight(weight, 16)
     high, low = high[:num_classes, :num_features], low[:num_classes, :num_features]
     factor = high if parts == 1 else torch.cat([high, high, low], 1)  # beside Σ's high, low, high
@@ -237,15 +237,16 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _launch_update(
-    covariance: Tensor, found: Classes, copies: Tensor | None, *, merge: bool
+    covariance: Tensor, found: Classes, copies: Tensor | None, count: Tensor | None
 ) -> None:
-    """Merge the rows of a batch into the covariances; copy them in bfloat16, if asked for."""
+    """With a count, merge the rows of a batch; copy the covariances in bfloat16, if asked for."""
     slots, num_features = len(found.classes), covariance.shape[1]
     if not slots:
         return
     rows_block, columns_block = 32, 128
     _update[(triton.cdiv(num_features, rows_block), slots)](
         covariance,
+        found.share if count is None else count,
         found.rows,
         found.start,
         found.batch_count,
@@ -254,8 +255,9 @@ def _launch_update(
         found.slot,
         found.rows if copies is None else copies,
         num_features,
-        even=num_features % 2 == 0,
-        merge=merge,
+        *_layout(covariance),
+        found.rows.shape[1],
+        merge=count is not None,
         parts=0 if copies is None else copies.shape[1] // num_features,
         rows_block=rows_block,
         columns_block=columns_block,
@@ -268,16 +270,21 @@ def _launch_fused(
     weight: Tensor,
     result: Products,
     first_class: int,
-    *,
-    merge: bool,
+    count: Tensor | None,
 ) -> None:
     num_classes, num_features = weight.shape
     classes_block = max(16, triton.next_power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
     samples, precise = len(found.rows) // 2, result.product.dtype == torch.float32
-    aligned = num_features % 4 == 0  # 16 bytes: else asynchronous copies are slow
+    stride, width = _layout(covariance)
+    stages = 4 if precise else 3
+    if (
+        width % 16 or num_features <= _COLUMNS
+    ):  # copies of single numbers are slow; nothing to wait for
+        stages = 1
     _update_and_multiply[(triton.cdiv(num_features, _ROWS), len(found.classes))](
         covariance,
+        found.share if count is None else count,
         found.rows,
         found.start,
         found.batch_count,
@@ -290,20 +297,29 @@ def _launch_fused(
         result.partial,
         result.product,
         num_features,
+        stride,
+        width,
+        found.rows.shape[1],
         num_classes,
         high.shape[1],
         first_class,
-        even=num_features % 2 == 0,
-        merge=merge,
+        merge=count is not None,
         precise=precise,
         interpreted=not covariance.is_cuda,
         batch_rows=4 if samples <= 2 * num_classes else 16,
         rows_block=_ROWS,
-        columns_block=32 if precise and aligned else _COLUMNS,
+        columns_block=32 if precise and stages > 1 else _COLUMNS,
         classes_block=classes_block,
         num_warps=8 if classes_block > 128 else 4,
-        num_stages=(4 if precise else 3) if aligned else 1,
+        num_stages=stages,
     )
+
+
+def _layout(covariance: Tensor) -> tuple[int, int]:
+    """Numbers from one row to the next, and those of them that may be read and written."""
+    num_features, stride = covariance.shape[1], covariance.stride(1)
+    padded = stride == -(-num_features // 16) * 16 and covariance.stride(0) == num_features * stride
+    return stride, stride if padded else num_features
 
 
 def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -365,6 +381,7 @@ def _split(  # type: ignore[no-untyped-def]
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
     covariance,
+    count,
     rows,
     start,
     batch_count,
@@ -373,7 +390,9 @@ def _update(  # type: ignore[no-untyped-def]
     slot,
     copies,
     num_features,
-    even: tl.constexpr,
+    stride,
+    width,
+    rows_stride,
     merge: tl.constexpr,
     parts: tl.constexpr,
     rows_block: tl.constexpr,
@@ -382,23 +401,23 @@ def _update(  # type: ignore[no-untyped-def]
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
-    if even:  # rows begin at whole pairs of numbers, which can be read at once
-        num_features = tl.multiple_of(num_features, 2)
     row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
-    tile_row = _tile_row(covariance, label, row, num_features)
+    tile_row = _tile_row(covariance, label, row, num_features, stride)
     if merge:
         number = tl.load(batch_count + label)
+        if tl.program_id(0) == 0:
+            tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
         keep = 1.0 - tl.load(share + label)
-        line = rows + tl.load(start + label).to(tl.int64) * 2 * num_features
+        line = rows + tl.load(start + label).to(tl.int64) * 2 * rows_stride
     place = tl.load(slot + label).to(tl.int64)
     part = num_features.to(tl.int64) * num_features
     copy_row = copies + place * parts * part + row[:, None].to(tl.int64) * num_features
     for first in range(0, num_features, columns_block):
         column = first + tl.arange(0, columns_block)
-        mask = (row < num_features)[:, None] & (column < num_features)[None, :]
+        mask = (row < num_features)[:, None] & (column < width)[None, :]
         tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
         if merge:
-            tile = _merge(tile * keep, line, 0, number + 1, row, column, num_features)
+            tile = _merge(tile * keep, line, 0, number + 1, row, column, rows_stride)
             tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
         if parts > 0:
             height = tl.where(place >= 0, num_features, 0)  # 0: of no own sample
@@ -412,19 +431,16 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile_row(covariance, label, row, num_features):  # type: ignore[no-untyped-def]
-    matrix = covariance + label.to(tl.int64) * num_features * num_features
-    return matrix + row[:, None].to(tl.int64) * num_features
+def _tile_row(covariance, label, row, num_features, stride):  # type: ignore[no-untyped-def]
+    return covariance + (label.to(tl.int64) * num_features + row[:, None]) * stride
 
 
 @triton.jit
-def _merge(tile, line, first, last, row, column, num_features):  # type: ignore[no-untyped-def]
-    """Add the outer products of some rows of the batch to a tile."""
+def _merge(tile, line, first, last, row, column, stride):  # type: ignore[no-untyped-def]
+    """Add the outer products of some rows of the batch, padded with zeros, to a tile."""
     for sample in range(first, last):
-        left = tl.load(line + sample * num_features + row, mask=row < num_features, other=0.0)
-        right = tl.load(
-            line + sample * num_features + column, mask=column < num_features, other=0.0
-        )
+        left = tl.load(line + sample * stride + row, mask=row < stride, other=0.0)
+        right = tl.load(line + sample * stride + column, mask=column < stride, other=0.0)
         tile += left[:, None] * right[None, :]
     return tile
 
@@ -432,6 +448,7 @@ def _merge(tile, line, first, last, row, column, num_features):  # type: ignore[
 @triton.jit
 def _update_and_multiply(  # type: ignore[no-untyped-def]
     covariance,
+    count,
     rows,
     start,
     batch_count,
@@ -444,10 +461,12 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     partial,
     product,
     num_features,
+    stride,
+    width,
+    rows_stride,
     num_classes,
     padded_features,
     first_class,
-    even: tl.constexpr,
     merge: tl.constexpr,
     precise: tl.constexpr,
     interpreted: tl.constexpr,
@@ -459,38 +478,36 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
-    if even:  # rows begin at whole pairs of numbers, which can be read at once
-        num_features = tl.multiple_of(num_features, 2)
     row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
     row_inside = row < num_features
     other = tl.arange(0, classes_block)
-    tile_row = _tile_row(covariance, label, row, num_features)
+    tile_row = _tile_row(covariance, label, row, num_features, stride)
     if merge:
         number = tl.load(batch_count + label)
+        if tl.program_id(0) == 0:
+            tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
         keep = 1.0 - tl.load(share + label)
-        line = rows + tl.load(start + label).to(tl.int64) * 2 * num_features
+        line = rows + tl.load(start + label).to(tl.int64) * 2 * rows_stride
         if number + 1 > batch_rows:  # seldom: the others ahead, for the loop below has no loops
             for first in range(0, num_features, columns_block):
                 column = first + tl.arange(0, columns_block)
-                mask = row_inside[:, None] & (column < num_features)[None, :]
+                mask = row_inside[:, None] & (column < width)[None, :]
                 tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0) * keep
-                tile = _merge(tile, line, batch_rows, number + 1, row, column, num_features)
+                tile = _merge(tile, line, batch_rows, number + 1, row, column, rows_stride)
                 tl.store(tile_row + column[None, :], tile, mask=mask)
             keep = 1.0
             tl.debug_barrier()
     total = tl.zeros((classes_block, rows_block), dtype=tl.float32)
     for first in range(0, num_features, columns_block):
         column = first + tl.arange(0, columns_block)
-        mask = row_inside[:, None] & (column < num_features)[None, :]
+        mask = row_inside[:, None] & (column < width)[None, :]
         tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
         if merge:
             tile *= keep
             for sample in tl.static_range(batch_rows):
-                width = tl.where(number >= sample, num_features, 0)  # 0: there is no such row
-                left = tl.load(line + sample * num_features + row, mask=row < width, other=0.0)
-                right = tl.load(
-                    line + sample * num_features + column, mask=column < width, other=0.0
-                )
+                last = tl.where(number >= sample, rows_stride, 0)  # 0: there is no such row
+                left = tl.load(line + sample * rows_stride + row, mask=row < last, other=0.0)
+                right = tl.load(line + sample * rows_stride + column, mask=column < last, other=0.0)
                 tile += left[:, None] * right[None, :]
             tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
         place = other[:, None] * padded_features + column[None, :]
@@ -642,10 +659,10 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight_gradient(  # type: ignore[no-untyped-def]
+    others,
     table,
     product,
     slot,
-    classes,
     result,
     slots,
     num_slots,
@@ -661,16 +678,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     total = tl.zeros((features_block,), dtype=tl.float32)
     for first in range(0, slots, rows_block):  # row j of the gradient: from the slots of all c
         place = first + tl.arange(0, rows_block)
-        label = tl.load(classes + place, mask=place < slots, other=-1)
-        used = (label >= 0) & (label + first_class != other)
         line = place.to(tl.int64) * num_classes + other
-        factor = tl.load(table + line, mask=used, other=0.0)
-        tile = tl.load(
-            product + line[:, None] * num_features + column[None, :],
-            mask=used[:, None] & inside[None, :],
-            other=0.0,
-        )
-        total += tl.sum(tile.to(tl.float32) * factor[:, None], 0)
+        total += _weighted_sum(others, product, line, place < slots, column, inside, num_features)
     label = other - first_class
     if (label >= 0) & (label < num_slots):
         own = tl.load(slot + label).to(tl.int64)
@@ -678,11 +687,22 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
             for first in range(0, num_classes, rows_block):
                 row = first + tl.arange(0, rows_block)
                 line = own * num_classes + row
-                factor = tl.load(table + line, mask=row < num_classes, other=0.0)
-                tile = tl.load(
-                    product + line[:, None] * num_features + column[None, :],
-                    mask=(row < num_classes)[:, None] & inside[None, :],
-                    other=0.0,
+                total -= _weighted_sum(
+                    table, product, line, row < num_classes, column, inside, num_features
                 )
-                total -= tl.sum(tile.to(tl.float32) * factor[:, None], 0)
     tl.store(result + other.to(tl.int64) * num_features + column, total, mask=inside)
+
+
+@triton.jit
+def _weighted_sum(  # type: ignore[no-untyped-def]
+    factors, product, line, used, column, inside, num_features
+):
+    """Sum of lines times their factors; lines of unused slots, with factor 0, hold anything."""
+    factor = tl.load(factors + line, mask=used, other=0.0)
+    tile = tl.load(
+        product + line[:, None] * num_features + column[None, :],
+        mask=used[:, None] & inside[None, :],
+        other=0.0,
+    )
+    tile = tl.where(factor[:, None] == 0.0, 0.0, tile.to(tl.float32) * factor[:, None])
+    return tl.sum(tile, 0)

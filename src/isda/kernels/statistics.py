@@ -26,7 +26,7 @@ class Classes(NamedTuple):
     batch_count: Tensor  # (C,)
     start: Tensor  # (C,) samples of the classes before
     share: Tensor  # (C,) weight of the batch in the merged moments
-    rows: Tensor  # (2 N, A) those of class c from 2 · start: Σ_new = (1 − share) Σ + rowsᵀ rows
+    rows: Tensor  # (2 N, A') those of class c from 2 · start: Σ_new = (1 − share) Σ + rowsᵀ rows
 
 
 def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
@@ -85,7 +85,7 @@ def class_statistics(
     variance: Tensor | None = None,
     decay: float = 1.0,
 ) -> Classes:
-    """Find the classes of a batch and, given features, merge it into count and mean in place.
+    """Find the classes of a batch and, given features, merge it into the means in place.
 
     Args:
         index: class indices of the batch; negative for samples to be left out.
@@ -95,8 +95,8 @@ def class_statistics(
         features: of the batch; without them, nothing is merged.
         count: of each class.
         mean: of each class.
-        variance: of each class, merged too (Eq. 10, diagonal); without it, the rows for full
-            covariances are written.
+        variance: of each class, merged too (Eq. 10, diagonal), and so is the count; without it,
+            the rows for full covariances are written, padded to A', a multiple of 16.
         decay: see ``isda.functional.merge_moments``.
 
     Shape:
@@ -120,15 +120,15 @@ def class_statistics(
         integers(num_classes),
         integers(num_classes),
         torch.empty(num_classes, device=device),
-        torch.empty((2 * samples if keep_rows else 0, width), device=device),
+        torch.empty((2 * samples if keep_rows else 0, -(-width // 16) * 16), device=device),
     )
     if not samples:
         result.slot.fill_(-1)
         result.batch_count.zero_()
         return result
     nothing = result.share
-    # narrow programs, that read all samples at once, unless there are very many
-    features_block = 64 if num_classes * width <= 64 * 4096 else 512
+    # many narrow programs, each of which reads many samples at once, but not too many
+    features_block = 64 if width <= 128 else 128 if num_classes * width <= 2**18 else 512
     _class_statistics[(num_classes, triton.cdiv(width, features_block))](
         index.contiguous(),
         target.contiguous(),
@@ -141,6 +141,7 @@ def class_statistics(
         len(target),
         num_classes,
         width,
+        result.rows.shape[1],
         first_class,
         slots,
         own_slots,
@@ -153,7 +154,7 @@ def class_statistics(
         samples_block=min(_TILE // features_block, max(triton.next_power_of_2(samples), 16)),
         features_block=features_block,
     )
-    if count is not None:
+    if count is not None and variance is not None:
         count += result.batch_count
     return result
 
@@ -252,6 +253,7 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     num_targets,
     num_classes,
     num_features,
+    padded_features,
     first_class,
     slots,
     own_slots,
@@ -334,7 +336,7 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     tl.store(mean + line, old_mean + weight * shift, mask=inside)  # Eq. 9
     spread = tl.zeros((features_block,), dtype=tl.float32)
     done = 0
-    row = rows + tl.cast(before, tl.int64) * 2 * num_features
+    row = rows + tl.cast(before, tl.int64) * 2 * padded_features
     for first in range(0, num_samples, samples_block):
         position = first + tl.arange(0, samples_block)
         value = tl.load(index + position, mask=position < num_samples, other=-1)
@@ -353,9 +355,9 @@ def _class_statistics(  # type: ignore[no-untyped-def]
             else:
                 rank = done + tl.cumsum(match.to(tl.int32), 0) - 1
                 tl.store(
-                    row + rank[:, None].to(tl.int64) * num_features + column[None, :],
+                    row + rank[:, None].to(tl.int64) * padded_features + column[None, :],
                     centred * tl.sqrt(weight / amount),
-                    mask=mask,
+                    mask=match[:, None] & (column < padded_features)[None, :],
                 )
             done += matches
     if diagonal:
@@ -365,9 +367,9 @@ def _class_statistics(  # type: ignore[no-untyped-def]
         tl.store(variance + line, new, mask=inside)  # Eq. 10
     else:
         tl.store(
-            row + tl.cast(number, tl.int64) * num_features + column,
+            row + tl.cast(number, tl.int64) * padded_features + column,
             shift * tl.sqrt(weight * (1.0 - weight)),
-            mask=inside,
+            mask=column < padded_features,
         )
 
 
