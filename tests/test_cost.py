@@ -18,6 +18,7 @@ from isda.covariance import DiagonalCovariance, FullCovariance
 from isda.experiments import bench
 from isda.experiments.baselines import CrossEntropyLoss
 from isda.experiments.bench import CASES, MeasuredCost, measured_cost, random_images
+from isda.experiments.company import Company
 from isda.experiments.cost import (
     TheoreticalCost,
     cost_table,
@@ -190,11 +191,15 @@ def test_criteria_are_exchanged(device: torch.device) -> None:
     lane = trained._lane
     weight = lane.network.get_classifier().weight
     for case, structure in (("diagonal", DiagonalCovariance), ("full", FullCovariance)):
-        with trained._criterion(case):
+        assert trained.seconds(case) > 0
+        criterion, _ = trained._cases[case]
+        before = int(criterion.estimator.count.sum())
+        with trained._using(criterion):
             assert isinstance(lane.criterion, ISDALoss)
             assert type(lane.criterion.estimator) is structure
-            trained._company(capture=False).train_epoch()
-            assert lane.criterion.estimator.count.sum() == 12
+            Company([lane], capture=False).train_epoch()
+            assert lane.criterion.estimator.count.sum() == before + 12
+            assert before == 24  # once to begin with, once timed
             assert float(lane.progress) == 0.5  # λ is in force
             assert weight.grad is not None
         assert weight.grad is None
@@ -317,6 +322,28 @@ def test_csv(tmp_path: Path) -> None:
             value = getattr(expected, name)
             assert row[name] == ("" if value is None else str(value))
     assert rows[3]["paper_wall_percent"] == rows[3]["milliseconds"] == ""
+
+
+def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each network that was measured; the last measurement counts."""
+    paths = [tmp_path / "old.csv", tmp_path / "new.csv"]
+    theory = [usual(name) for name in ("resnet50", "resnet32")]
+    old = {name.network: measure(Machine, repeats=1) for name in theory}
+    write_costs(paths[0], theory, old, torch.device("cpu"))
+    new = {"resnet50": measure(lambda: Machine(room=2))}
+    write_costs(paths[1], theory, new, torch.device("cpu"))
+    main(["--table", *map(str, paths)])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _lines(capsys)]
+    assert [line[0] for line in lines[2:]] == ["resnet50", "resnet32"]
+    shares = [f"{row.added_percent:+.2f} %" for row in (new["resnet50"][1], *old["resnet32"][1:])]
+    assert lines[2][5:] == [shares[0], "does not fit", "7.6 %", "0.1", "1", ""]
+    assert lines[3][5:] == [*shares[1:], "", "0.1", "1", "200"]
+    with pytest.raises(InputError, match="table must name CSV files, got missing"):
+        main(["--table", "missing"])
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
 
 
 def test_command(tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:

@@ -542,14 +542,15 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
 def test_precision_of_products_does_not_show_in_the_curves() -> None:
     """Products of Eq. 4 in bfloat16, as in all bf16 recipes, or as precise as float32.
 
-    The two part by rounding alone: at first not at all, in the end by less than two seeds do.
+    The two part by rounding alone, so that the mean curves of eight seeds lie closer together than
+    two seeds do.
     """
     digits = load_data("digits")
     assert isinstance(digits, ImageArrays)
     device, recipe = torch.device("cuda"), replace(RECIPE, precision="bf16", epochs=30)
     curves = {}
     for precision in ("high", "medium"):
-        lanes = [Lane(recipe, seed, digits.to(device), device) for seed in range(4)]
+        lanes = [Lane(recipe, seed, digits.to(device), device) for seed in range(8)]
         for lane in lanes:
             estimator = lane.criterion.estimator
             assert isinstance(estimator, FullCovariance)
@@ -557,11 +558,9 @@ def test_precision_of_products_does_not_show_in_the_curves() -> None:
             estimator.precision = precision
         rows = train(lanes, recipe.epochs, capture=True)
         curves[precision] = torch.tensor(rows)[..., :2]  # loss and error: epochs, seeds, 2
-    high, medium = curves["high"], curves["medium"]
-    torch.testing.assert_close(medium[:2, :, 0], high[:2, :, 0], rtol=0.02, atol=0)
-    last_high, last_medium = high[-10:].mean(0), medium[-10:].mean(0)  # (seeds, 2)
-    spread = last_high.amax(0) - last_high.amin(0)
-    assert ((last_high.mean(0) - last_medium.mean(0)).abs() < spread).all(), (high, medium)
+    distance = (curves["high"].mean(1) - curves["medium"].mean(1)).square().mean(0).sqrt()
+    spread = curves["high"].var(1).mean(0).sqrt()
+    assert (distance < spread).all(), (distance, spread)
 
 
 @pytest.mark.gpu

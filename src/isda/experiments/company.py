@@ -8,6 +8,7 @@ costs time. On a CPU, and where a step cannot be captured, the same functions ru
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -27,11 +28,13 @@ class Company:
     Args:
         lanes: runs with the same data, batch size and number of epochs.
         capture: capture the steps of all lanes in CUDA graphs.
+        pool: memory of the graphs, to be shared with others that never run at the same time.
     """
 
-    def __init__(self, lanes: list[Lane], *, capture: bool) -> None:
+    def __init__(self, lanes: list[Lane], *, capture: bool, pool: Any = None) -> None:
         self.lanes = lanes
         self.capture = capture
+        self._pool = pool
         self._graphs: dict[tuple[Callable[[Lane], None], int], torch.cuda.CUDAGraph] = {}
         self._steps: dict[int, Callable[[Lane], None]] = {}  # by batch size
 
@@ -105,7 +108,7 @@ class Company:
             lane.forget_gradients()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             main = torch.cuda.current_stream()
             for lane in self.lanes:
                 lane.stream.wait_stream(main)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from isda.experiments.bench import MeasuredCost, image_shape, isda_recipe, measured_cost
+from isda.experiments.bench import CASES, MeasuredCost, image_shape, isda_recipe, measured_cost
 from isda.experiments.comparison import text_table
 from isda.experiments.errors import InputError, refusing
 from isda.experiments.networks import create_network
@@ -27,6 +27,7 @@ from isda.experiments.train import join_processes
 __all__ = [
     "TheoreticalCost",
     "cost_table",
+    "costs_markdown",
     "main",
     "multiply_adds",
     "theoretical_cost",
@@ -153,6 +154,38 @@ def write_costs(
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
+def costs_markdown(paths: Iterable[Path]) -> str:
+    """Measured costs that have been written, as a Markdown table; of a network the last ones count.
+
+    Args:
+        paths: CSV files of :func:`write_costs`.
+    """
+    networks: dict[str, dict[str, dict[str, str]]] = {}
+    for path in paths:
+        with path.open(encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                if line["case"]:
+                    networks.setdefault(line["network"], {})[line["case"]] = line
+    header = ["network", "batch", "C", "A", "CE ms", "+ diagonal", "+ full", "paper +"]
+    header += ["CE GiB", "+ diagonal MiB", "+ full MiB"]
+    lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
+    for network, cases in networks.items():
+        ce = cases["ce"]
+        row = [network, ce["batch_size"], ce["num_classes"], ce["num_features"]]
+        row.append(ce["note"] or f"{float(ce['milliseconds']):.2f}")
+        for case in CASES[1:]:
+            line = cases[case]
+            row.append(line["note"] or f"{float(line['added_percent']):+.2f} %")
+        paper = ce["paper_wall_percent"]
+        row.append(f"{float(paper):.1f} %" if paper else "")
+        row.append(f"{float(ce['mebibytes']) / 1024:.1f}" if ce["mebibytes"] else "")
+        for case in CASES[1:]:
+            mebibytes = cases[case]["added_mebibytes"]
+            row.append(f"{float(mebibytes):.0f}" if mebibytes else "")
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True)
 class _Arguments:
     networks: tuple[str, ...] = tuple(COST)
@@ -182,10 +215,19 @@ class _Arguments:
     out: Path | None = None
     """CSV file to write the numbers to."""
 
+    table: tuple[Path, ...] = ()
+    """Measure nothing: print such CSV files as a Markdown table."""
+
 
 def main(arguments: list[str]) -> None:
     """Show what ISDA adds to the cost of training, in theory and measured here."""
     given = tyro.cli(_Arguments, args=arguments, prog="isda cost", description=main.__doc__)
+    if given.table:
+        for path in given.table:
+            if not path.is_file():
+                raise InputError(f"table must name CSV files, got {path}")
+        print(costs_markdown(given.table))
+        return
     if not given.networks:
         raise InputError("networks must name at least one network")
     size = {"num_classes": given.num_classes, "image_size": given.image_size}
