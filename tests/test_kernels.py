@@ -15,7 +15,9 @@ from isda import FullCovariance, ISDALoss, batch, functional, kernels, per_class
 from isda.functional import Moments
 
 # (N, C, A): below, at and above the kernels' blocks of 64 features, 16 samples and slots of classes
-SHAPES = [(7, 13, 5), (23, 3, 70), (40, 4, 130), (1, 3, 64), (0, 3, 5), (20, 40, 17)]
+SHAPES = [
+    (7, 13, 5), (23, 3, 70), (40, 4, 130), (1, 3, 64), (0, 3, 5), (20, 40, 17), (5, 2, 1),
+]  # fmt: skip
 ids = [str(shape) for shape in SHAPES]
 gpu = pytest.mark.gpu
 
@@ -404,6 +406,21 @@ def test_update_in_a_cuda_graph():
         eager.update(new_features, new_target)
     for left, right in zip(captured.buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-5)
+
+
+def test_padding_that_is_not_there_is_not_written():
+    """The last row of a copy may end with its last number."""
+    pytest.importorskip("triton")
+    whole = torch.zeros(3 * 5 * 16)
+    layout = sys.modules["isda.kernels.full"]._layout
+    assert layout(whole.as_strided((3, 5, 5), (80, 16, 1))) == (16, 16)
+    assert layout(whole[: 2 * 80 + 4 * 16 + 5].clone().as_strided((3, 5, 5), (80, 16, 1))) == (
+        16,
+        5,
+    )
+    assert layout(whole.as_strided((3, 5, 5), (80, 16, 1), 1)) == (16, 5)
+    assert layout(torch.zeros(3, 5, 5)) == (5, 5)
+    assert layout(torch.zeros(3, 16, 16)[:, :5, :5]) == (16, 5)  # numbers of somebody else
 
 
 @gpu

@@ -175,7 +175,7 @@ def diagonal_quadratic(weight: Tensor, target: Tensor, variance: Tensor) -> Tens
     r"""Variance of every logit margin under a diagonal covariance (the exponent of Eq. 4).
 
     Equivalent to ``((weight - weight[target][:, None]) ** 2 * variance[target][:, None]).sum(-1)``
-    without the (N, C, A) intermediate.
+    without the (N, C, A) intermediate. The variance gets no gradient.
 
     Args:
         weight: rows of the final linear layer.
@@ -185,10 +185,8 @@ def diagonal_quadratic(weight: Tensor, target: Tensor, variance: Tensor) -> Tens
     Shape:
         weight (C, A), target (N,), variance (C, A); output (N, C).
     """
-    weight = weight - weight.mean(0)  # margins do not change; avoids cancellation in float32
-    own, scale = weight[target], variance[target]  # (N, A)
-    cross = (scale * own) @ weight.T  # (N, C)
-    return scale @ weight.square().T - 2 * cross + (scale * own.square()).sum(-1, keepdim=True)
+    quadratic: Tensor = _DiagonalQuadratic.apply(weight, target, variance)
+    return quadratic
 
 
 def shared_quadratic(weight: Tensor, target: Tensor, covariance: Tensor) -> Tensor:
@@ -453,6 +451,30 @@ def _batch_variances(features: Tensor, target: Tensor, num_classes: int) -> Mome
     mean = total.index_add(0, target, features) / divisor
     variance = total.index_add(0, target, (features - mean[target]).square()) / divisor
     return Moments(count[:-1], mean[:-1], variance[:-1])
+
+
+class _DiagonalQuadratic(torch.autograd.Function):
+    """v·w_j² − 2 v·w_j w_y + v·w_y² with v = variance of y: one product of matrices each way."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, target: Tensor, variance: Tensor) -> Tensor:
+        weight = weight - weight.mean(0)  # margins do not change; avoids cancellation in float32
+        own, scale = weight[target], variance[target]  # (N, A)
+        factors = torch.cat([scale, scale * own], 1)  # (N, 2A)
+        ctx.save_for_backward(weight, target, factors)
+        offset = torch.linalg.vecdot(factors[:, own.shape[1] :], own)  # (N,)
+        return torch.addmm(offset[:, None], factors, torch.cat([weight.square(), -2 * weight], 1).T)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        weight, target, factors = ctx.saved_tensors
+        (grad,) = grads
+        squares, cross = (grad.T @ factors).chunk(2, 1)  # (C, A)
+        weight_grad = 2 * (weight * squares - cross)
+        scale, product = factors.chunk(2, 1)  # (N, A)
+        own_grad = product * grad.sum(1, keepdim=True) - scale * (grad @ weight)
+        return weight_grad.index_add_(0, target, own_grad, alpha=2), None, None
 
 
 _BLOCK = 16  # classes at a time in _LogMatmulExp

@@ -167,7 +167,10 @@ def weight_gradient(
         num_classes,
         num_features,
         first_class,
-        rows_block=min(8192 // features_block, max(triton.next_power_of_2(num_classes), 16)),
+        rows_block=min(
+            (8192 if features_block < 512 else 16384) // features_block,
+            max(triton.next_power_of_2(num_classes), 16),
+        ),
         features_block=features_block,
     )
     return torch.addmm(result, others.T, own, alpha=-1) if len(own) else result
@@ -178,7 +181,7 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
     num_classes, num_features = weight.shape
     fused = num_classes <= _CLASSES
     blocks = triton.cdiv(num_features, _ROWS) if fused else 1
-    dtype = torch.float32 if precision == "high" else torch.bfloat16
+    dtype = torch.float32 if fused or precision == "high" else torch.bfloat16
     return (
         weight.new_empty(slots, blocks, num_classes),
         weight.new_empty(slots, num_classes, num_features, dtype=dtype),
@@ -201,7 +204,8 @@ def _multiply(
     if not len(found.classes):
         return result
     if len(weight) <= _CLASSES:
-        _launch_fused(covariance, found, weight, result, first_class, count)
+        precise = precision == "high"
+        _launch_fused(covariance, found, weight, result, first_class, count, precise=precise)
         return result
     num_classes, num_features = weight.shape
     slots, parts = len(found.own_classes), 3 if precision == "high" else 1
@@ -271,11 +275,14 @@ def _launch_fused(
     result: Products,
     first_class: int,
     count: Tensor | None,
+    *,
+    precise: bool,
 ) -> None:
+    """The fused kernel; with a count, it merges the batch."""
     num_classes, num_features = weight.shape
     classes_block = max(16, triton.next_power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
-    samples, precise = len(found.rows) // 2, result.product.dtype == torch.float32
+    samples = len(found.rows) // 2
     stride, width = _layout(covariance)
     stages = 4 if precise else 3
     if (
@@ -316,9 +323,19 @@ def _launch_fused(
 
 
 def _layout(covariance: Tensor) -> tuple[int, int]:
-    """Numbers from one row to the next, and those of them that may be read and written."""
-    num_features, stride = covariance.shape[1], covariance.stride(1)
-    padded = stride == -(-num_features // 16) * 16 and covariance.stride(0) == num_features * stride
+    """Numbers from one row to the next, and those of them that may be read and written.
+
+    Rows that are padded, as those of ``isda.FullCovariance``, can be read and written whole, but
+    the last one only if its padding is there, which a copy by torch.compile leaves out.
+    """
+    number, num_features, _ = covariance.shape
+    stride = covariance.stride(1)
+    size = covariance.untyped_storage().nbytes() // covariance.element_size()
+    padded = (
+        stride == -(-num_features // 16) * 16
+        and covariance.stride(0) == num_features * stride
+        and size >= covariance.storage_offset() + number * num_features * stride
+    )
     return stride, stride if padded else num_features
 
 
@@ -410,7 +427,7 @@ def _update(  # type: ignore[no-untyped-def]
         keep = 1.0 - tl.load(share + label)
         line = rows + tl.load(start + label).to(tl.int64) * 2 * rows_stride
     place = tl.load(slot + label).to(tl.int64)
-    part = num_features.to(tl.int64) * num_features
+    part = tl.cast(num_features, tl.int64) * num_features
     copy_row = copies + place * parts * part + row[:, None].to(tl.int64) * num_features
     for first in range(0, num_features, columns_block):
         column = first + tl.arange(0, columns_block)
@@ -526,11 +543,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
         total = total - own[None, :]  # (W − w_c) Σ_c, exactly 0 for c
         mask = (other < num_classes)[:, None] & row_inside[None, :]
         element = other[:, None] * num_features + row[None, :]
-        tl.store(
-            product + place * num_classes * num_features + element,
-            total.to(product.dtype.element_ty),
-            mask=mask,
-        )
+        tl.store(product + place * num_classes * num_features + element, total, mask=mask)
         margin = tl.load(centred + element, mask=mask, other=0.0)
         own_weight = tl.load(centred + own_class * num_features + row, mask=row_inside, other=0.0)
         part = tl.sum(tl.where(mask, total * (margin - own_weight[None, :]), 0.0), 1)
