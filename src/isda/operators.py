@@ -46,9 +46,14 @@ def operator(
         node.register_autograd(
             lambda ctx, *grads: gradient(ctx, compiled, *grads), setup_context=save
         )
+
+        def forward(ctx: Any, *inputs: Any) -> Any:  # setup_context would cost more than a kernel
+            output = function(*inputs)
+            save(ctx, inputs, output)
+            return output
+
         methods = {
-            "forward": staticmethod(function),
-            "setup_context": staticmethod(save),
+            "forward": staticmethod(forward),
             "backward": staticmethod(lambda ctx, *grads: gradient(ctx, plain, *grads)),
         }
         kind: Any = type(name.replace("::", "_"), (torch.autograd.Function,), methods)

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isda.kernels.sizes import power_of_2
+
 __all__ = ["bound", "bound_backward"]
 
 _CLASSES = 4096  # logits read at a time
@@ -36,7 +38,7 @@ def bound(
             ignore_index,
             shifted=quadratic is not None,
             scaled=scale is not None,
-            block=min(triton.next_power_of_2(num_classes), _CLASSES),
+            block=min(power_of_2(num_classes), _CLASSES),
         )
     if not reduce:
         ones = torch.ones((), dtype=torch.float64, device=logits.device)
@@ -52,7 +54,7 @@ def bound(
         number,
         ignore_index,
         scaled=scale is not None,
-        block=min(triton.next_power_of_2(max(number, 1)), 1024),
+        block=min(power_of_2(max(number, 1)), 1024),
     )
     return loss, total, factor
 
@@ -87,7 +89,7 @@ def bound_backward(
             ignore_index,
             shifted=quadratic is not None,
             by_row=grad.dim(),
-            block=min(triton.next_power_of_2(num_classes), _CLASSES),
+            block=min(power_of_2(num_classes), _CLASSES),
         )
     return logits_grad, quadratic_grad
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isda.kernels.sizes import blocks, power_of_2
 from isda.kernels.statistics import Classes, class_statistics
 
 __all__ = [
@@ -120,7 +121,7 @@ def gather_rows(partial: Tensor, slot: Tensor, index: Tensor, first_class: int =
             num_classes,
             len(slot),
             first_class,
-            block=triton.next_power_of_2(num_classes),
+            block=power_of_2(num_classes),
         )
     return rows
 
@@ -139,7 +140,7 @@ def weight_gradient(
     if not slots:
         return grad.new_zeros(num_classes, num_features)
     others, table = grad.new_empty(2, slots, num_classes)  # gradients of the classes' rows
-    block = triton.next_power_of_2(num_classes)
+    block = power_of_2(num_classes)
     _sum_rows[(slots,)](
         grad.contiguous(),
         index.contiguous(),
@@ -149,14 +150,14 @@ def weight_gradient(
         len(index),
         num_classes,
         first_class,
-        samples_block=min(max(8192 // block, 1), triton.next_power_of_2(len(index))),
+        samples_block=min(max(8192 // block, 1), power_of_2(len(index))),
         block=block,
     )
     result = grad.new_empty(num_classes, num_features)
     # about 512 programs, to keep the GPU busy, and few rounds of each
-    wanted = triton.next_power_of_2(triton.cdiv(num_classes * num_features, 512))
+    wanted = power_of_2(blocks(num_classes * num_features, 512))
     features_block = min(max(wanted, 64), 1024)
-    _weight_gradient[(num_classes, triton.cdiv(num_features, features_block))](
+    _weight_gradient[(num_classes, blocks(num_features, features_block))](
         others,
         table,
         product,
@@ -169,7 +170,7 @@ def weight_gradient(
         first_class,
         rows_block=min(
             (8192 if features_block < 512 else 16384) // features_block,
-            max(triton.next_power_of_2(num_classes), 16),
+            max(power_of_2(num_classes), 16),
         ),
         features_block=features_block,
     )
@@ -180,10 +181,10 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
     """Room for ``Products.partial``, ``Products.product`` and ``Products.own``."""
     num_classes, num_features = weight.shape
     fused = num_classes <= _CLASSES
-    blocks = triton.cdiv(num_features, _ROWS) if fused else 1
+    parts = blocks(num_features, _ROWS) if fused else 1
     dtype = torch.float32 if fused or precision == "high" else torch.bfloat16
     return (
-        weight.new_empty(slots, blocks, num_classes),
+        weight.new_empty(slots, parts, num_classes),
         weight.new_empty(slots, num_classes, num_features, dtype=dtype),
         weight.new_empty(0 if fused else slots, num_features),
     )
@@ -215,7 +216,7 @@ def _multiply(
     high, low = high[:num_classes, :num_features], low[:num_classes, :num_features]
     factor = high if parts == 1 else torch.cat([high, high, low], 1)  # beside Σ's high, low, high
     _matmul(factor.contiguous(), copies, result.product)
-    _squares[(slots, triton.cdiv(num_classes, 16))](
+    _squares[(slots, blocks(num_classes, 16))](
         result.product,
         centred,
         found.own_classes,
@@ -225,7 +226,7 @@ def _multiply(
         num_features,
         first_class,
         classes_block=16,
-        features_block=min(triton.next_power_of_2(num_features), 256),
+        features_block=min(power_of_2(num_features), 256),
     )
     return result
 
@@ -248,7 +249,7 @@ def _launch_update(
     if not slots:
         return
     rows_block, columns_block = 32, 128
-    _update[(triton.cdiv(num_features, rows_block), slots)](
+    _update[(blocks(num_features, rows_block), slots)](
         covariance,
         found.share if count is None else count,
         found.rows,
@@ -280,7 +281,7 @@ def _launch_fused(
 ) -> None:
     """The fused kernel; with a count, it merges the batch."""
     num_classes, num_features = weight.shape
-    classes_block = max(16, triton.next_power_of_2(num_classes))
+    classes_block = max(16, power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
     samples = len(found.rows) // 2
     stride, width = _layout(covariance)
@@ -289,7 +290,7 @@ def _launch_fused(
         width % 16 or num_features <= _COLUMNS
     ):  # copies of single numbers are slow; nothing to wait for
         stages = 1
-    _update_and_multiply[(triton.cdiv(num_features, _ROWS), len(found.classes))](
+    _update_and_multiply[(blocks(num_features, _ROWS), len(found.classes))](
         covariance,
         found.share if count is None else count,
         found.rows,
@@ -342,8 +343,8 @@ def _layout(covariance: Tensor) -> tuple[int, int]:
 def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """Weight less its mean over the classes, and the same as a sum of two bfloat16, padded."""
     num_classes, num_features = weight.shape
-    padded_classes = triton.cdiv(num_classes, block) * block
-    padded = triton.cdiv(num_features, _COLUMNS) * _COLUMNS
+    padded_classes = blocks(num_classes, block) * block
+    padded = blocks(num_features, _COLUMNS) * _COLUMNS
     high, low = (weight.new_empty(padded_classes, padded, dtype=torch.bfloat16) for _ in range(2))
     centred = torch.empty_like(weight)
     _split[(padded // 32,)](

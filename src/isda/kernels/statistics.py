@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isda.kernels.sizes import blocks, power_of_2
+
 __all__ = ["Classes", "class_statistics", "screen", "tally", "update_variances"]
 
 _TILE = 8192  # numbers that a program holds at a time
@@ -35,7 +37,7 @@ def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int
     index = torch.empty_like(target)
     if len(target):
         width = features.shape[1]
-        block = min(triton.next_power_of_2(width), 1024)
+        block = min(power_of_2(width), 1024)
         _screen[(len(target),)](
             features, target, index, num_classes, width, ignore_index, block=block
         )
@@ -55,7 +57,7 @@ def tally(
     sound = torch.empty_like(index)
     scale = torch.empty((), dtype=torch.float64, device=index.device)
     strength = torch.empty((), device=index.device)
-    block = min(triton.next_power_of_2(max(len(index), 1)), 1024)
+    block = min(power_of_2(max(len(index), 1)), 1024)
     _tally[(1,)](
         step,
         problem,
@@ -129,7 +131,7 @@ def class_statistics(
     nothing = result.share
     # many narrow programs, each of which reads many samples at once, but not too many
     features_block = 64 if width <= 128 else 128 if num_classes * width <= 2**18 else 512
-    _class_statistics[(num_classes, triton.cdiv(width, features_block))](
+    _class_statistics[(num_classes, blocks(width, features_block))](
         index.contiguous(),
         target.contiguous(),
         features.contiguous() if features is not None else nothing,
@@ -150,8 +152,8 @@ def class_statistics(
         diagonal=variance is not None,
         fade=decay != 1.0,
         whole=whole,
-        scan_block=min(triton.next_power_of_2(samples), 1024),
-        samples_block=min(_TILE // features_block, max(triton.next_power_of_2(samples), 16)),
+        scan_block=min(power_of_2(samples), 1024),
+        samples_block=min(_TILE // features_block, max(power_of_2(samples), 16)),
         features_block=features_block,
     )
     if count is not None and variance is not None:
