@@ -11,6 +11,7 @@ atomic additions), and absent classes cost one exit: a whole step can be capture
 The environment variable ``ISDA_TRITON=0`` turns all kernels off.
 """
 
+import functools
 import os
 
 import torch
@@ -51,16 +52,21 @@ if triton is not None:
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether the kernels can run on this tensor."""
+    """Whether the kernels can run on this tensor: on NVIDIA GPUs that multiply in bfloat16."""
     return (
         tensor.is_cuda
         and tensor.dtype != torch.float64
         and triton is not None
         and torch.version.hip is None
-        and _switched_on()
+        and _switched_on(tensor.device.index)
     )
 
 
 @torch.compiler.assume_constant_result
-def _switched_on() -> bool:
-    return os.environ.get("ISDA_TRITON", "1") != "0"
+def _switched_on(device: int) -> bool:
+    return os.environ.get("ISDA_TRITON", "1") != "0" and _capability(device) >= (8, 0)
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -10,6 +10,7 @@ Products run on tensor cores in bfloat16: with precision "high" each number is t
 and the statistics are float32 throughout.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -285,11 +286,11 @@ def _launch_fused(
     centred, high, low = _split_weight(weight, classes_block)
     samples = len(found.rows) // 2
     stride, width = _layout(covariance)
-    stages = 4 if precise else 3
-    if (
-        width % 16 or num_features <= _COLUMNS
-    ):  # copies of single numbers are slow; nothing to wait for
-        stages = 1
+    # copies of single numbers are slow, and with one tile there is nothing to read ahead
+    ahead = width % 16 == 0 and num_features > _COLUMNS
+    columns_block = 32 if precise and ahead else _COLUMNS
+    stage = columns_block * (4 * _ROWS + (4 if precise else 2) * classes_block)  # bytes
+    stages = min(4 if precise else 3, _shared_memory(covariance.device) // stage) if ahead else 1
     _update_and_multiply[(blocks(num_features, _ROWS), len(found.classes))](
         covariance,
         found.share if count is None else count,
@@ -316,11 +317,19 @@ def _launch_fused(
         interpreted=not covariance.is_cuda,
         batch_rows=4 if samples <= 2 * num_classes else 16,
         rows_block=_ROWS,
-        columns_block=32 if precise and stages > 1 else _COLUMNS,
+        columns_block=columns_block,
         classes_block=classes_block,
         num_warps=8 if classes_block > 128 else 4,
-        num_stages=stages,
+        num_stages=max(stages, 1),
     )
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes to read ahead into; the rest is for the tiles that are being multiplied."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 32 * 1024
 
 
 def _layout(covariance: Tensor) -> tuple[int, int]:
