@@ -212,3 +212,13 @@ def test_peer_is_timed(benchmark: ModuleType, tmp_path: Path) -> None:
     rows = [row for row in csv.DictReader(out.open()) if row["form"] == "authors' file"]
     assert [row["structure"] for row in rows] == ["full"]
     assert float(rows[0]["microseconds"]) > 0
+
+
+def test_table_of_the_page_is_that_of_its_record(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = SCRIPT.parents[1]
+    benchmark.main(["--table", str(root / "results" / "benchmarks" / "kernels_h200.csv")])
+    page = (root / "docs" / "speed.md").read_text()
+    table = page.split("<!-- table:kernels_h200 -->\n")[1].split("\n<!-- /table -->")[0]
+    assert table == capsys.readouterr().out.strip()

@@ -22,6 +22,7 @@ from isda.experiments.company import Company
 from isda.experiments.cost import (
     TheoreticalCost,
     cost_table,
+    costs_markdown,
     main,
     multiply_adds,
     theoretical_cost,
@@ -340,6 +341,14 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3][5:] == [*shares[1:], "", "0.1", "1", "200"]
     with pytest.raises(InputError, match="table must name CSV files, got missing"):
         main(["--table", "missing"])
+
+
+def test_table_of_the_page_is_that_of_its_records() -> None:
+    root = Path(__file__).parents[1]
+    records = [root / f"results/benchmarks/cost_{name}_h200.csv" for name in ("cifar", "imagenet")]
+    page = (root / "docs" / "speed.md").read_text()
+    table = page.split("<!-- table:cost_h200 -->\n")[1].split("\n<!-- /table -->")[0]
+    assert table == costs_markdown(records)
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
