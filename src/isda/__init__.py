@@ -16,6 +16,7 @@ from isda.covariance import (
 )
 from isda.functional import monte_carlo_loss, sample
 from isda.loss import ISDALoss
+from isda.sharded import ShardedCovariance
 
 __all__ = [
     "AttachedLoss",
@@ -24,6 +25,7 @@ __all__ = [
     "FullCovariance",
     "ISDALoss",
     "IdentityCovariance",
+    "ShardedCovariance",
     "SharedCovariance",
     "__version__",
     "attach",

@@ -7,13 +7,25 @@ process.
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["SKIP", "agree", "broadcast", "gather_batch", "rank", "sum_over_ranks", "world_size"]
+__all__ = [
+    "SKIP",
+    "agree",
+    "broadcast",
+    "gather_batch",
+    "gather_target",
+    "rank",
+    "same_ranks",
+    "scatter_sum",
+    "sum_over_ranks",
+    "world_size",
+]
 
 SKIP = -1  # target of a sample that the estimators leave out
 
@@ -60,12 +72,34 @@ def gather_batch(
         return features, target
     missing = size - len(target)
     features = F.pad(features, (0, 0, 0, missing)).contiguous()
-    target = F.pad(target, (0, missing), value=SKIP).contiguous()
     all_features = features.new_empty(world * size, features.shape[1])
-    all_target = target.new_empty(world * size)
     dist.all_gather_into_tensor(all_features, features, group=group)
+    return all_features, gather_target(target, group, size=size)
+
+
+def gather_target(target: Tensor, group: dist.ProcessGroup | None, *, size: int) -> Tensor:
+    """Targets of all ranks alone, see :func:`gather_batch`."""
+    target = F.pad(target, (0, size - len(target)), value=SKIP).contiguous()
+    all_target = target.new_empty(world_size(group) * size)
     dist.all_gather_into_tensor(all_target, target, group=group)
-    return all_features, all_target
+    return all_target
+
+
+def scatter_sum(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over ranks of what each knows of the samples of all ranks: that of this rank's samples.
+
+    In the backward pass every rank gets the gradients of all ranks' samples, so that it can pass
+    them on through the part that it computed; all ranks must run it.
+
+    Shape:
+        rows (world * size, C); output (size, C).
+    """
+    return _ScatterSum.apply(rows, group)
+
+
+def same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup | None) -> bool:
+    """Whether two groups have the same ranks in the same order."""
+    return dist.get_process_group_ranks(group) == dist.get_process_group_ranks(other)
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -80,6 +114,22 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None)
     if world_size(group) > 1:
         for tensor in tensors:
             dist.broadcast(tensor, 0, group=group)
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        own = rows.new_empty(len(rows) // world_size(group), *rows.shape[1:])
+        dist.reduce_scatter_tensor(own, rows.contiguous(), group=group)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (own,) = grads
+        rows = own.new_empty(len(own) * world_size(ctx.group), *own.shape[1:])
+        dist.all_gather_into_tensor(rows, own.contiguous(), group=ctx.group)
+        return rows, None
 
 
 @functools.cache

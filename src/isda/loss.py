@@ -15,6 +15,7 @@ from isda.bound import bound
 from isda.covariance import COVARIANCES, Covariance
 from isda.distributed import SKIP
 from isda.functional import Reduction
+from isda.sharded import ShardedCovariance
 
 __all__ = ["ISDALoss"]
 
@@ -119,6 +120,8 @@ class ISDALoss(nn.Module):
                     f"covariance must be for num_features={num_features} and "
                     f"num_classes={num_classes}, got {covariance}"
                 )
+            if isinstance(covariance, ShardedCovariance):
+                covariance.check_ranks(synchronize, process_group)
             self.estimator = covariance
         self.num_features = num_features
         self.num_classes = num_classes
