@@ -317,6 +317,93 @@ def test_interpreted_on_a_cpu():
     assert result.returncode == 0, result.stderr
 
 
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that were compiled, for a GPU that need not be here, and not run."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    names = []
+    types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
+    types |= {torch.int32: "*i32", torch.int64: "*i64"}
+
+    def compile_call(kernel, *args, grid, warmup, **options) -> None:
+        values = dict(zip(kernel.arg_names, args, strict=False)) | options
+        signature, constants, attributes = {}, {}, {}
+        for place, parameter in enumerate(kernel.params):
+            name, value = parameter.name, values[parameter.name]
+            if parameter.is_constexpr or (isinstance(value, int) and value == 1):  # as at a launch
+                signature[name] = "constexpr"
+                constants[place,] = False if name == "interpreted" else value
+                continue
+            kind = types[value.dtype] if isinstance(value, Tensor) else type(value).__name__
+            signature[name] = {"int": "i32", "float": "fp32"}.get(kind, kind)
+            if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+                attributes[place,] = [["tt.divisibility", 16]]
+        source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+        settings = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings)
+        assert result.metadata.shared <= 227 * 1024  # of an H100
+        names.append(kernel.fn.__name__)
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_call)
+    monkeypatch.setattr(sys.modules["isda.kernels.full"], "_shared_memory", lambda _: 195 * 1024)
+    return names
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("shape", [(5, 2, 1), (2, 3, 64), (64, 100, 342), (128, 200, 640)], ids=str)
+def test_compiles_without_a_gpu(shape, precision, compiled):
+    """The interpreter does not see what the compiler refuses, such as a type that changes."""
+    moments, features, target, weight = draw(shape, "cpu")
+    kernels.update(*moments, features, target, 0.9)
+    padded_moments = moments._replace(covariance=padded(moments.covariance))
+    products = kernels.update_and_multiply(
+        *padded_moments, features, target, weight, target[1:], 0.9, precision
+    )
+    kernels.gather_rows(products.partial, products.slot, target)
+    kernels.weight_gradient(torch.zeros(shape[:2]), target, *products[1:])
+    variance = moments.mean.clone()
+    kernels.update_variances(moments.count, moments.mean, variance, features, target, 1.0)
+    assert compiled == [
+        "_class_statistics", "_update", "_class_statistics", "_split", "_update_and_multiply",
+        "_gather_rows", "_sum_rows", "_weight_gradient", "_class_statistics",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_others_compile_without_a_gpu(compiled):
+    moments, features, target, weight = draw((20, 300, 130), "cpu")
+    index = kernels.screen(features.bfloat16(), target, 300, -100)
+    step = torch.zeros((), dtype=torch.int64)
+    index, scale, strength = kernels.tally(step, step.clone(), index, 0.5, 100, 1, True)
+    for precision in ("high", "medium"):
+        full = sys.modules["isda.kernels.full"]
+        found = full.class_statistics(target, target, 300)
+        copies = torch.zeros(20, (3 if precision == "high" else 1) * 130, 130, dtype=torch.bfloat16)
+        full._launch_update(moments.covariance, found, copies, None)
+        partial, product, own = kernels.empty_products(weight, 20, precision)
+        full._launch_squares(product, weight, found.own_classes, own, partial, 0)
+        kernels.weight_gradient(
+            torch.zeros(20, 300), target, product, own, found.slot, found.classes
+        )
+    for logits in (torch.zeros(20, 300), torch.zeros(20, 5000, dtype=torch.bfloat16)):
+        quadratic = torch.zeros(logits.shape)
+        for rows, factor in ((quadratic, strength), (None, None)):
+            for reduce in (True, False):
+                loss, total, used = kernels.bound(
+                    logits, rows, index, factor, scale, ignore_index=-1, reduce=reduce
+                )
+                kernels.bound_backward(
+                    loss, logits, rows, index, factor, total, used, ignore_index=-1
+                )
+    wanted = {"_screen", "_tally", "_update", "_squares", "_sum_rows", "_weight_gradient"}
+    assert wanted | {"_bound", "_reduce", "_bound_backward", "_class_statistics"} == set(compiled)
+
+
 def test_not_used_on_a_cpu():
     assert not kernels.usable(torch.zeros(1))
 

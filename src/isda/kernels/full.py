@@ -217,19 +217,34 @@ def _multiply(
     high, low = high[:num_classes, :num_features], low[:num_classes, :num_features]
     factor = high if parts == 1 else torch.cat([high, high, low], 1)  # beside Σ's high, low, high
     _matmul(factor.contiguous(), copies, result.product)
+    _launch_squares(
+        result.product, centred, found.own_classes, result.own, result.partial, first_class
+    )
+    return result
+
+
+def _launch_squares(
+    product: Tensor,
+    centred: Tensor,
+    classes: Tensor,
+    own: Tensor,
+    partial: Tensor,
+    first_class: int,
+) -> None:
+    """Quadratic term from products with W, and the products with the own weight."""
+    slots, num_classes, num_features = product.shape
     _squares[(slots, blocks(num_classes, 16))](
-        result.product,
+        product,
         centred,
-        found.own_classes,
-        result.own,
-        result.partial,
+        classes,
+        own,
+        partial,
         num_classes,
         num_features,
         first_class,
         classes_block=16,
         features_block=min(power_of_2(num_features), 256),
     )
-    return result
 
 
 def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -574,7 +589,6 @@ def _squares(  # type: ignore[no-untyped-def]
     classes_block: tl.constexpr,
     features_block: tl.constexpr,
 ):
-    """Quadratic term from products with W, and the products with the own weight."""
     place = tl.program_id(0).to(tl.int64)
     label = tl.load(classes + place)
     other = tl.program_id(1) * classes_block + tl.arange(0, classes_block)
