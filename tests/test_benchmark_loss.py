@@ -192,10 +192,13 @@ def test_forms_can_be_chosen(tmp_path: Path, device: torch.device) -> None:
     assert run("--table", out).stdout.startswith("| N, C, A | focal | L_q | disturb label |")
 
 
-def test_readme_shows_the_recorded_numbers(loss: ModuleType) -> None:
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.split("<!-- table:loss_cpu -->")[1].split("<!-- /table -->")[0].strip()
-    rows = loss.read(ROOT / "results" / "benchmarks" / "loss_cpu.csv")
+@pytest.mark.parametrize(
+    ("page", "name"), [("README.md", "loss_cpu"), ("docs/baselines.md", "baselines_cpu")]
+)
+def test_pages_show_the_recorded_numbers(loss: ModuleType, page: str, name: str) -> None:
+    text = (ROOT / page).read_text()
+    shown = text.split(f"<!-- table:{name} -->")[1].split("<!-- /table -->")[0].strip()
+    rows = loss.read(ROOT / "results" / "benchmarks" / f"{name}.csv")
     assert shown == loss.markdown(rows)
 
 
