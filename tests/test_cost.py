@@ -325,6 +325,23 @@ def test_csv(tmp_path: Path) -> None:
     assert rows[3]["paper_wall_percent"] == rows[3]["milliseconds"] == ""
 
 
+def test_resume(tmp_path: Path, device: torch.device) -> None:
+    """What is there stays as it is; what was not measured is."""
+    path = tmp_path / "cost.csv"
+    theory = [usual(name) for name in ("resnet50", "resnet8")]
+    write_costs(path, theory, {"resnet50": measure(Machine)}, torch.device("cpu"))
+    old = path.read_text().replace(torch.__version__, "1.0")
+    path.write_text(old)
+    words = ["--batch-size", "4", "--steps", "1", "--repeats", "1", "--device", device.type]
+    main(["--networks", "resnet8", "resnet50", *words, "--out", str(path), "--resume"])
+    lines = path.read_text().splitlines()
+    assert lines[:4] == old.splitlines()[:4]
+    assert [row["network"] for row in read(path)[3:]] == ["resnet8"] * 3
+    assert read(path)[3]["torch"] == torch.__version__
+    with pytest.raises(InputError, match="resume needs out"):
+        main(["--networks", "resnet8", "--resume"])
+
+
 def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each network that was measured; the last measurement counts."""
     paths = [tmp_path / "old.csv", tmp_path / "new.csv"]

@@ -6,6 +6,7 @@ and memory are measured in ``bench.py``.
 """
 
 import csv
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -132,8 +133,17 @@ def write_costs(
     theory: Sequence[TheoreticalCost],
     measured: Mapping[str, Sequence[MeasuredCost]],
     device: torch.device,
+    kept: Iterable[Mapping[str, str]] = (),
 ) -> None:
-    """Write costs as CSV: a line for each network and case, or for each network in theory alone."""
+    """Write costs as CSV: a line for each network and case, or for each network in theory alone.
+
+    Args:
+        path: CSV file, overwritten.
+        theory: one for each network.
+        measured: of some or all of these networks, by name.
+        device: where they were measured.
+        kept: lines of an earlier file, that go ahead as they are.
+    """
     paper = ("paper_theoretical_percent", "paper_wall_percent")
     where = environment(device)
     names = [field.name for kind in (TheoreticalCost, MeasuredCost) for field in fields(kind)]
@@ -143,6 +153,7 @@ def write_costs(
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*names, *where])
             writer.writeheader()
+            writer.writerows(kept)
             for cost in theory:
                 printed = (cost.paper.theoretical, cost.paper.wall) if cost.paper else (None, None)
                 line = asdict(cost) | dict(zip(paper, printed, strict=True)) | where
@@ -161,11 +172,8 @@ def costs_markdown(paths: Iterable[Path]) -> str:
         paths: CSV files of :func:`write_costs`.
     """
     networks: dict[str, dict[str, dict[str, str]]] = {}
-    for path in paths:
-        with path.open(encoding="utf-8") as file:
-            for line in csv.DictReader(file):
-                if line["case"]:
-                    networks.setdefault(line["network"], {})[line["case"]] = line
+    for line in itertools.chain.from_iterable(map(_measured_lines, paths)):
+        networks.setdefault(line["network"], {})[line["case"]] = line
     header = ["network", "batch", "C", "A", "CE ms", "+ diagonal", "+ full", "paper +"]
     header += ["CE GiB", "+ diagonal MiB", "+ full MiB"]
     lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
@@ -215,6 +223,9 @@ class _Arguments:
     out: Path | None = None
     """CSV file to write the numbers to."""
 
+    resume: bool = False
+    """Keep what the CSV file has already, and measure the other networks."""
+
     table: tuple[Path, ...] = ()
     """Measure nothing: print such CSV files as a Markdown table."""
 
@@ -234,10 +245,17 @@ def main(arguments: list[str]) -> None:
     with join_processes(given.device) as (device, _, world):
         if world > 1:
             raise InputError("isda cost measures one process: start it without torchrun")
-        theory = [theoretical_cost(network, **size) for network in dict.fromkeys(given.networks)]
+        kept = []
+        if given.resume:
+            if given.out is None:
+                raise InputError("resume needs out, the CSV file to go on with")
+            kept = _measured_lines(given.out) if given.out.exists() else []
+        done = {line["network"] for line in kept}
+        networks = [name for name in dict.fromkeys(given.networks) if name not in done]
+        theory = [theoretical_cost(network, **size) for network in networks]
         measured: dict[str, list[MeasuredCost]] = {}
         if given.out is not None:
-            write_costs(given.out, theory, measured, device)  # what cannot be written fails now
+            write_costs(given.out, theory, measured, device, kept)  # or fail now, if it cannot
         for cost in tqdm(theory if given.measure else (), unit="network", disable=None):
             measured[cost.network] = measured_cost(
                 cost.network,
@@ -248,10 +266,16 @@ def main(arguments: list[str]) -> None:
                 **size,
             )
             if given.out is not None:
-                write_costs(given.out, theory, measured, device)
+                write_costs(given.out, theory, measured, device, kept)
         if measured:
             print(f"Measured on {environment(device)['device']}, torch {torch.__version__}.\n")
         print(cost_table(theory, measured))
+
+
+def _measured_lines(path: Path) -> list[dict[str, str]]:
+    """Lines of a file of :func:`write_costs` that hold a measurement."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [line for line in csv.DictReader(file) if line["case"]]
 
 
 def _cell(row: MeasuredCost, value: float | None, digits: str = "+.1f") -> str:
