@@ -354,8 +354,8 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _lines(capsys)]
     assert [line[0] for line in lines[2:]] == ["resnet50", "resnet32"]
     shares = [f"{row.added_percent:+.2f} %" for row in (new["resnet50"][1], *old["resnet32"][1:])]
-    assert lines[2][5:] == [shares[0], "does not fit", "7.6 %", "0.1", "1", ""]
-    assert lines[3][5:] == [*shares[1:], "", "0.1", "1", "200"]
+    assert lines[2][4:] == [shares[0], "does not fit", "7.6 %", "1", ""]
+    assert lines[3][4:] == [*shares[1:], "", "1", "200"]
     with pytest.raises(InputError, match="table must name CSV files, got missing"):
         main(["--table", "missing"])
 

@@ -174,19 +174,18 @@ def costs_markdown(paths: Iterable[Path]) -> str:
     networks: dict[str, dict[str, dict[str, str]]] = {}
     for line in itertools.chain.from_iterable(map(_measured_lines, paths)):
         networks.setdefault(line["network"], {})[line["case"]] = line
-    header = ["network", "batch", "C", "A", "CE ms", "+ diagonal", "+ full", "paper +"]
-    header += ["CE GiB", "+ diagonal MiB", "+ full MiB"]
+    header = ["network", "batch", "A", "CE ms", "+ diagonal", "+ full", "paper +"]
+    header += ["+ diagonal MiB", "+ full MiB"]
     lines = [f"| {' | '.join(header)} |", "| --- |" + " ---: |" * (len(header) - 1)]
     for network, cases in networks.items():
         ce = cases["ce"]
-        row = [network, ce["batch_size"], ce["num_classes"], ce["num_features"]]
+        row = [network, ce["batch_size"], ce["num_features"]]
         row.append(ce["note"] or f"{float(ce['milliseconds']):.2f}")
         for case in CASES[1:]:
             line = cases[case]
             row.append(line["note"] or f"{float(line['added_percent']):+.2f} %")
         paper = ce["paper_wall_percent"]
         row.append(f"{float(paper):.1f} %" if paper else "")
-        row.append(f"{float(ce['mebibytes']) / 1024:.1f}" if ce["mebibytes"] else "")
         for case in CASES[1:]:
             mebibytes = cases[case]["added_mebibytes"]
             row.append(f"{float(mebibytes):.0f}" if mebibytes else "")
