@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import isda
+from isda import distributed
 
 pytestmark = pytest.mark.ddp
 
@@ -264,3 +265,20 @@ def test_compiled_step(ranks):
     for record in ranks:
         close(record["compiled"]["state"], criterion.state_dict())
     assert_identical([record["compiled"]["state"] for record in ranks])
+
+
+def test_broadcast_of_rows_with_room_between_them(monkeypatch):
+    """Padded covariances: NCCL takes tensors without gaps alone."""
+
+    def broadcast(tensor: Tensor, source: int, group: Any = None) -> None:
+        assert tensor.is_contiguous()
+        tensor.fill_(source + 7)
+
+    monkeypatch.setattr(distributed, "world_size", lambda group: 2)
+    monkeypatch.setattr(distributed.dist, "broadcast", broadcast)
+    room = torch.zeros(2, 3, 16)
+    dense = torch.zeros(4)
+    distributed.broadcast([room[..., :3], dense])
+    assert (room[..., :3] == 7).all()
+    assert not room[..., 3:].any()
+    assert (dense == 7).all()

@@ -642,3 +642,23 @@ def test_backward_keeps_one_product(device):
     with Shapes(device) as shapes:
         value.sum().backward()
     assert max((torch.Size(shape).numel() for shape in shapes.seen), default=0) <= 37 * 19
+
+
+@pytest.mark.parametrize("form", ["full", "diagonal"])
+def test_second_derivatives_are_refused(form: str) -> None:
+    """They would be wrong, for the products of the first ones are kept as they are."""
+    x = reference.draw(7, 5, 4)
+    weight = x.weight.clone().requires_grad_()
+    if form == "full":
+        value = functional.full_quadratic(weight, x.target, x.covariance)
+    else:
+        value = functional.diagonal_quadratic(weight, x.target, x.covariance[:, 0].abs())
+    (gradient,) = torch.autograd.grad(value.square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_one_dtype() -> None:
+    x = reference.draw(7, 5, 4)
+    with pytest.raises(ValueError, match="weight and covariance must have one dtype"):
+        functional.full_quadratic(x.weight.float(), x.target, x.covariance)

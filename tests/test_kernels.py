@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda import FullCovariance, ISDALoss, batch, functional, kernels, per_class
+from isda.bound import bound, is_number
 from isda.functional import Moments
 
 # (N, C, A): below, at and above the kernels' blocks of 64 features, 16 samples and slots of classes
@@ -143,6 +144,33 @@ def check_quadratic(
     products = kernels.multiply(weight, target, found.covariance, precision, first)
     again = kernels.gather_rows(products.partial, products.slot, target, first)
     torch.testing.assert_close(again, rows, rtol=1e-5, atol=1e-5 * size)
+
+
+def check_strides(device: str) -> None:
+    """Covariances of any layout."""
+    moments, _, target, weight = draw((20, 6, 17), device)
+    target = target.clamp(min=0)
+    room = torch.randn(12, 40, 40, device=device)
+    room[::2, :17, :17] = moments.covariance
+    layouts = [room[::2, :17, :17], moments.covariance.mT, moments.covariance[:1].expand(6, -1, -1)]
+    for covariance in layouts:
+        expected = functional.full_quadratic(
+            weight.double().cpu(), target.cpu(), covariance.double().cpu().contiguous()
+        )
+        products = kernels.multiply(weight, target, covariance, "high")
+        rows = kernels.gather_rows(products.partial, products.slot, target)
+        error = 2**-13 * expected.max().item()  # see check_quadratic
+        torch.testing.assert_close(rows.double().cpu(), expected, rtol=0, atol=error)
+
+
+def check_masked_classes(device: str) -> None:
+    """Logits of −inf where a block of classes begins."""
+    logits, target = torch.randn(3, 70), torch.tensor([69, 40, 50])
+    logits[:, :32] = -torch.inf
+    loss, *_ = kernels.bound(
+        logits.to(device), None, target.to(device), None, None, ignore_index=-1, reduce=True
+    )
+    torch.testing.assert_close(loss.cpu(), F.cross_entropy(logits, target))
 
 
 def check_screen(shape: tuple[int, int, int], device: str) -> None:
@@ -296,7 +324,9 @@ def interpret() -> None:
     for precision in ("high", "medium"):
         check_quadratic((12, 40, 70), precision, "cpu")
     check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
+    check_strides("cpu")
     sys.modules["isda.kernels.bound"]._CLASSES = 32
+    check_masked_classes("cpu")
     check_bound((6, 70, 1), torch.float32, "cpu")
     check_tally("cpu")
 
@@ -439,6 +469,11 @@ def test_some_classes_and_some_samples(shape):
 
 
 @gpu
+def test_strides():
+    check_strides("cuda")
+
+
+@gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=ids)
 def test_screen(shape):
     check_screen(shape, "cuda")
@@ -507,7 +542,28 @@ def test_padding_that_is_not_there_is_not_written():
     )
     assert layout(whole.as_strided((3, 5, 5), (80, 16, 1), 1)) == (16, 5)
     assert layout(torch.zeros(3, 5, 5)) == (5, 5)
-    assert layout(torch.zeros(3, 16, 16)[:, :5, :5]) == (16, 5)  # numbers of somebody else
+    with pytest.raises(ValueError, match="covariance must have rows that follow one another"):
+        kernels.update(
+            torch.zeros(3, dtype=torch.int64),
+            torch.zeros(3, 5),
+            torch.zeros(3, 16, 16)[:, :5, :5],  # between them, numbers of somebody else
+            torch.zeros(2, 5),
+            torch.zeros(2, dtype=torch.int64),
+            1.0,
+        )
+
+
+@pytest.mark.parametrize("strength", [torch.ones(3), torch.ones((), requires_grad=True)])
+def test_strengths_that_the_kernels_do_not_take(strength):
+    assert not is_number(strength)
+    assert is_number(0.5)
+    assert is_number(torch.tensor(0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("target", [torch.zeros(4, dtype=torch.int64), torch.zeros(6).int()])
+def test_targets_that_do_not_fit_the_logits(target):
+    with pytest.raises(ValueError, match="target must be int64 class indices"):
+        bound(torch.zeros(6, 5), None, target)
 
 
 @gpu

@@ -622,3 +622,32 @@ def test_no_step_waits_for_the_host(structure, soft):
         torch.cuda.set_sync_debug_mode("default")
     with pytest.raises(ValueError, match="features must be finite"):
         criterion.check()
+
+
+@pytest.mark.parametrize("method", ["update", "quadratic"])
+def test_subclass_of_an_estimator_with_a_method_of_its_own(method: str) -> None:
+    """The two methods are what an estimator is: doing both at once must not pass them by."""
+    called = []
+
+    def own(self, *arguments):
+        called.append(method)
+        return getattr(FullCovariance, method)(self, *arguments)
+
+    kind = type("Own", (FullCovariance,), {method: own})
+    x = reference.draw(7, 13, 5, dtype=torch.float32)
+    criterion = ISDALoss(5, 13, total_steps=9, covariance=kind(5, 13))
+    expected = ISDALoss(5, 13, total_steps=9)
+    for _ in range(2):
+        losses = [each(x.features, x.weight, x.target) for each in (criterion, expected)]
+        torch.testing.assert_close(*losses)
+    assert called == [method] * 2
+
+
+def test_everything_on_one_device() -> None:
+    x = reference.draw(7, 13, 5, dtype=torch.float32)
+    criterion = ISDALoss(5, 13, total_steps=9)
+    message = "target must be on the device of the features, cpu, got meta"
+    with pytest.raises(ValueError, match=message):
+        criterion(x.features, x.weight, x.target.to("meta"))
+    with pytest.raises(ValueError, match="criterion must be on the device of the features, cpu"):
+        criterion.to("meta")(x.features, x.weight, x.target)

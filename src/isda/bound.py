@@ -13,7 +13,7 @@ from torch import Tensor
 from isda import kernels
 from isda.operators import operator
 
-__all__ = ["bound"]
+__all__ = ["bound", "is_number"]
 
 
 def bound(
@@ -32,7 +32,7 @@ def bound(
         logits: of the final linear layer.
         quadratic: variance of every logit margin, float32; None for ordinary cross entropy.
         index: class indices; the loss of a class out of range is NaN.
-        strength: λ.
+        strength: λ, one number; a tensor gets no gradient, see :func:`is_number`.
         scale: factor of the sum of the losses, 0 to make them NaN, without gradients; None for
             their mean.
         ignore_index: class index of samples that do not count.
@@ -41,11 +41,27 @@ def bound(
     Shape:
         logits (N, C), quadratic (N, C), index (N,); output () or (N,).
     """
-    if quadratic is not None and not isinstance(strength, Tensor):
-        strength = torch.full((), strength, device=logits.device)
-    factor = strength if isinstance(strength, Tensor) else None
+    if index.shape != logits.shape[:1] or index.dtype != torch.int64:
+        raise ValueError(
+            f"target must be int64 class indices, as many as there are logits ({len(logits)}), "
+            f"got {index.dtype} of shape {tuple(index.shape)}"
+        )
+    factor = None
+    if quadratic is not None:
+        quadratic = quadratic.expand(logits.shape).contiguous()
+        if isinstance(strength, Tensor):
+            factor = strength.detach().to(logits.device, torch.float32)
+        else:
+            factor = torch.full((), strength, device=logits.device)
     loss, *_ = _bound_op(logits, quadratic, index, factor, scale, ignore_index, reduce)
     return loss
+
+
+def is_number(strength: float | Tensor) -> bool:
+    """Whether a strength is one that :func:`bound` takes: one number, that needs no gradient."""
+    return not isinstance(strength, Tensor) or (
+        strength.numel() == 1 and not strength.requires_grad
+    )
 
 
 def _bound(

@@ -171,7 +171,7 @@ class FullCovariance(Covariance):
     def update_and_quadratic(
         self, features: Tensor, index: Tensor, weight: Tensor, target: Tensor
     ) -> Tensor:
-        """Both in one pass over the covariances on CUDA; see :meth:`Covariance.update`."""
+        """One pass over the covariances on CUDA; see :meth:`Covariance.update_and_quadratic`."""
         return per_class.update_and_quadratic(
             self.count,
             self.mean,

@@ -113,7 +113,10 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None)
     """Give every rank the tensors of rank 0, in place."""
     if world_size(group) > 1:
         for tensor in tensors:
-            dist.broadcast(tensor, 0, group=group)
+            whole = tensor.contiguous()  # NCCL refuses rows with room between them
+            dist.broadcast(whole, 0, group=group)
+            if whole is not tensor:
+                tensor.copy_(whole)
 
 
 class _ScatterSum(torch.autograd.Function):

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda import kernels
-from isda.bound import bound
+from isda.bound import bound, is_number
 from isda.per_class import full_quadratic_op, sample_share, update_full_op
 
 __all__ = [
@@ -139,7 +139,9 @@ def update_moments(
         return merge_moments(
             moments, _batch_variances(features, target, len(moments.count)), decay=decay
         )
-    count, mean, covariance = (tensor.clone() for tensor in moments)
+    count, mean, covariance = (
+        tensor.clone(memory_format=torch.contiguous_format) for tensor in moments
+    )
     update_full_op(count, mean, covariance, features, target, decay, 0)
     return Moments(count, mean, covariance)
 
@@ -167,6 +169,10 @@ def full_quadratic(
     Shape:
         weight (C, A), target (N,), covariance (C, A, A); output (N, C).
     """
+    if weight.dtype != covariance.dtype:
+        raise ValueError(
+            f"weight and covariance must have one dtype, got {weight.dtype} and {covariance.dtype}"
+        )
     quadratic, *_ = full_quadratic_op(weight, target, covariance, precision, 0)
     return quadratic
 
@@ -284,7 +290,7 @@ def isda_loss(
     else:
         valid = target != ignore_index
         rows = quadratic(weight, torch.where(valid, target, 0))  # (N, C)
-        if kernels.usable(logits) and kernels.usable(rows):
+        if kernels.usable(logits) and kernels.usable(rows) and is_number(strength):
             return _fused(logits, rows, target, strength, ignore_index, reduction, shape)
         shifted = isda_logits(logits, rows, strength)
         losses = F.cross_entropy(shifted, target, ignore_index=ignore_index, reduction="none")
@@ -297,7 +303,8 @@ def cross_entropy(
 ) -> Tensor:
     r"""Ordinary cross entropy, Eq. 4 at λ = 0, in float32 or more.
 
-    Unlike torch's, its mean over no sample at all is 0.
+    Unlike torch's, its mean over no sample at all is 0; with the kernels for CUDA it can be
+    differentiated once only.
 
     Args:
         logits: of the final linear layer.
@@ -311,6 +318,11 @@ def cross_entropy(
     """
     soft = target.is_floating_point()
     if not soft and kernels.usable(logits):
+        if target.shape != logits.shape[:1] + logits.shape[2:]:
+            raise ValueError(
+                f"target must have shape {tuple(logits.shape[:1] + logits.shape[2:])} for logits "
+                f"{tuple(logits.shape)}, got {tuple(target.shape)}"
+            )
         flat = flatten(logits), None, target.reshape(-1)
         return _fused(*flat, 0.0, ignore_index, reduction, target.shape)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from isda import distributed, functional, kernels
 from isda.batch import OUT_OF_RANGE, problem_in, screen, tally
-from isda.bound import bound
+from isda.bound import bound, is_number
 from isda.covariance import COVARIANCES, Covariance
 from isda.distributed import SKIP
 from isda.functional import Reduction
@@ -216,7 +216,7 @@ class ISDALoss(nn.Module):
         else:
             own_index = index if own is None else index[own]
             rows = self._update_and_quadratic(batch, index, weight, own_index)  # (N, C)
-            if kernels.usable(logits) and kernels.usable(rows):
+            if kernels.usable(logits) and kernels.usable(rows) and is_number(strength):
                 loss = bound(
                     functional.flatten(logits),
                     rows,
@@ -273,8 +273,12 @@ class ISDALoss(nn.Module):
     def _update_and_quadratic(
         self, features: Tensor, index: Tensor, weight: Tensor, target: Tensor
     ) -> Tensor:
-        if hasattr(self.estimator, "update_and_quadratic"):
-            return self.estimator.update_and_quadratic(features, index, weight, target)
+        """At once, unless the estimator has an update or a quadratic that its own kind lacks."""
+        for names in (vars(self.estimator), *map(vars, type(self.estimator).__mro__)):
+            if "update_and_quadratic" in names:
+                return self.estimator.update_and_quadratic(features, index, weight, target)
+            if "update" in names or "quadratic" in names:
+                break
         return Covariance.update_and_quadratic(self.estimator, features, index, weight, target)
 
     def _explain(self, problem: int) -> str:
@@ -293,6 +297,12 @@ class ISDALoss(nn.Module):
     ) -> None:
         """Everything that shapes and types tell, before any state changes."""
         classes, width = self.num_classes, self.num_features
+        for name, tensor in (("criterion", self.step), ("weight", weight), ("target", target)):
+            if tensor.device != features.device:
+                raise ValueError(
+                    f"{name} must be on the device of the features, {features.device}, "
+                    f"got {tensor.device}"
+                )
         if features.dim() < 2 or features.shape[1] != width:
             raise ValueError(f"features must have shape (N, {width}), got {tuple(features.shape)}")
         if not features.is_floating_point():

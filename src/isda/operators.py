@@ -5,6 +5,7 @@ through torch's dispatcher costs more than the kernels of a small loss do, so th
 the function itself, with the same gradient.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,6 +37,7 @@ def operator(
         backward: operator that computes the gradient.
         gradient: ``gradient(ctx, backward, *grads)`` gives the gradients of the inputs.
     """
+    function = _on_its_device(function)
     node = torch.library.custom_op(name, function, mutates_args=mutates_args)
     node.register_fake(fake)
     eager = function
@@ -52,10 +54,11 @@ def operator(
             save(ctx, inputs, output)
             return output
 
-        methods = {
-            "forward": staticmethod(forward),
-            "backward": staticmethod(lambda ctx, *grads: gradient(ctx, plain, *grads)),
-        }
+        @torch.autograd.function.once_differentiable
+        def plain_gradient(ctx: Any, *grads: Any) -> Any:
+            return gradient(ctx, plain, *grads)
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(plain_gradient)}
         kind: Any = type(name.replace("::", "_"), (torch.autograd.Function,), methods)
         eager = kind.apply
 
@@ -63,4 +66,17 @@ def operator(
         return node(*inputs) if torch.compiler.is_compiling() else eager(*inputs)
 
     call.node, call.eager = node, eager  # type: ignore[attr-defined]
+    return call
+
+
+def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call a function on the GPU of its first argument: Triton launches on the current one."""
+
+    @functools.wraps(function)
+    def call(first: torch.Tensor, *others: Any) -> Any:
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                return function(first, *others)
+        return function(first, *others)
+
     return call

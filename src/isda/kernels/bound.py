@@ -124,7 +124,8 @@ def _bound(  # type: ignore[no-untyped-def]
         if shifted:
             value += half * tl.load(quadratic + place, mask=inside, other=0.0)
         new = tl.maximum(largest, tl.max(value))
-        summed = summed * tl.exp(largest - new) + tl.sum(tl.exp(value - new))
+        shift = tl.where(new == -float("inf"), 0.0, new)  # −inf − −inf is no number
+        summed = summed * tl.exp(largest - shift) + tl.sum(tl.exp(value - shift))
         largest = new
         at_target += tl.sum(tl.where(column == label, value, 0.0))
     result = largest + tl.log(summed)

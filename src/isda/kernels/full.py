@@ -6,8 +6,8 @@ multiplied with the weights of all classes while it is at hand. With more, the p
 takes time: the update leaves a copy in bfloat16, and cuBLAS multiplies the copies.
 
 Products run on tensor cores in bfloat16: with precision "high" each number is the sum of two
-(relative error of a product about 2⁻¹⁶), with "medium" it is one (2⁻⁸); they are summed in float32,
-and the statistics are float32 throughout.
+(relative error of a product about 2⁻¹⁶), with "medium" it is one (2⁻⁸); they are summed in float32
+(and those of many classes with "medium" kept in bfloat16). Statistics are float32 throughout.
 """
 
 import functools
@@ -56,6 +56,7 @@ def update(
     first_class: int = 0,
 ) -> None:
     """Merge a batch into count, mean and covariance in place (Eq. 9, 10 and 11)."""
+    _require_rows(covariance)
     found = class_statistics(
         index,
         index,
@@ -74,7 +75,7 @@ def multiply(
 ) -> Products:
     """Products of Eq. 4 for the classes of a batch."""
     found = class_statistics(index, index, len(covariance), first_class)
-    covariance = covariance if covariance.stride(2) == 1 else covariance.contiguous()
+    covariance = covariance if _has_rows(covariance) else covariance.contiguous()
     return _multiply(covariance, found, weight, precision, first_class, None)
 
 
@@ -93,8 +94,9 @@ def update_and_multiply(
     """Merge a batch, then products of Eq. 4 for the classes of ``target``.
 
     Equivalent to :func:`update` and :func:`multiply`, with each touched covariance read once and
-    written once.
+    written once. Classes of ``target`` that ``index`` lacks get no products.
     """
+    _require_rows(covariance)
     found = class_statistics(
         index,
         target,
@@ -347,6 +349,19 @@ def _shared_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 32 * 1024
 
 
+def _has_rows(covariance: Tensor) -> bool:
+    """Whether the rows of all matrices follow one another, at equal distances."""
+    _, num_features, _ = covariance.shape
+    return covariance.stride(2) == 1 and covariance.stride(0) == num_features * covariance.stride(1)
+
+
+def _require_rows(covariance: Tensor) -> None:
+    if not _has_rows(covariance):
+        raise ValueError(
+            f"covariance must have rows that follow one another, got strides {covariance.stride()}"
+        )
+
+
 def _layout(covariance: Tensor) -> tuple[int, int]:
     """Numbers from one row to the next, and those of them that may be read and written.
 
@@ -357,8 +372,7 @@ def _layout(covariance: Tensor) -> tuple[int, int]:
     stride = covariance.stride(1)
     size = covariance.untyped_storage().nbytes() // covariance.element_size()
     padded = (
-        stride == -(-num_features // 16) * 16
-        and covariance.stride(0) == num_features * stride
+        stride == blocks(num_features, 16) * 16
         and size >= covariance.storage_offset() + number * num_features * stride
     )
     return stride, stride if padded else num_features
@@ -481,8 +495,9 @@ def _tile_row(covariance, label, row, num_features, stride):  # type: ignore[no-
 def _merge(tile, line, first, last, row, column, stride):  # type: ignore[no-untyped-def]
     """Add the outer products of some rows of the batch, padded with zeros, to a tile."""
     for sample in range(first, last):
-        left = tl.load(line + sample * stride + row, mask=row < stride, other=0.0)
-        right = tl.load(line + sample * stride + column, mask=column < stride, other=0.0)
+        place = line + tl.cast(sample, tl.int64) * stride
+        left = tl.load(place + row, mask=row < stride, other=0.0)
+        right = tl.load(place + column, mask=column < stride, other=0.0)
         tile += left[:, None] * right[None, :]
     return tile
 
@@ -672,7 +687,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 ):
     """Sums over the samples of a class: at the class itself 0, and less the sum of the others."""
     label = tl.load(classes + tl.program_id(0))
-    wanted = tl.where(label < 0, -2, label + first_class)  # −2: no sample has that
+    wanted = tl.where(label < 0, -(2**30), label + first_class)  # which no sample has
     column = tl.arange(0, block)
     total = tl.zeros((block,), dtype=tl.float32)
     for first in range(0, num_samples, samples_block):

@@ -299,7 +299,7 @@ def _class_statistics(  # type: ignore[no-untyped-def]
         place = own_before
         if own_slots == num_classes:
             place = label
-        tl.store(slot + label, tl.where(own > 0, place, -1))
+        tl.store(slot + label, tl.where((own > 0) & (number > 0), place, -1))
         _fill_slots(classes, label, number, before, total, num_classes, slots, scan_block)
         if not whole:
             _fill_slots(
