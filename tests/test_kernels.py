@@ -325,6 +325,12 @@ def interpret() -> None:
         check_quadratic((12, 40, 70), precision, "cpu")
     check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
     check_strides("cpu")
+    sys.modules["isda.kernels.full"]._CLASSES = 256
+    sys.modules["isda.kernels.statistics"]._MANY = 16  # samples that are sorted
+    for shape in ((150, 3, 17), (40, 60, 5)):
+        check_update(shape, 0.8, "cpu")
+        check_variances(shape, 1.0, "cpu")
+        check_quadratic(shape, "high", "cpu", first=1, part=9)
     sys.modules["isda.kernels.bound"]._CLASSES = 32
     check_masked_classes("cpu")
     check_bound((6, 70, 1), torch.float32, "cpu")
@@ -384,7 +390,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("precision", ["high", "medium"])
-@pytest.mark.parametrize("shape", [(5, 2, 1), (2, 3, 64), (64, 100, 342), (128, 200, 640)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5, 2, 1), (2, 3, 64), (64, 100, 342), (128, 200, 640), (5000, 3, 40)], ids=str
+)
 def test_compiles_without_a_gpu(shape, precision, compiled):
     """The interpreter does not see what the compiler refuses, such as a type that changes."""
     moments, features, target, weight = draw(shape, "cpu")
@@ -466,6 +474,15 @@ def test_update_and_quadratic(shape, precision):
 @pytest.mark.parametrize("shape", [(23, 13, 5), (12, 40, 17), (30, 300, 70)], ids=str)
 def test_some_classes_and_some_samples(shape):
     check_quadratic(shape, "high", "cuda", first=4, part=7)
+
+
+@gpu
+def test_many_samples():
+    """As of dense predictions: sorted, and merged sixteen at a time."""
+    for shape in ((5000, 7, 33), (3000, 4000, 5)):
+        check_update(shape, 0.999, "cuda")
+        check_variances(shape, 1.0, "cuda")
+        check_quadratic(shape, "high", "cuda", first=1, part=9)
 
 
 @gpu

@@ -281,6 +281,7 @@ def _launch_update(
         *_layout(covariance),
         found.rows.shape[1],
         merge=count is not None,
+        many=_has_many(found),
         parts=0 if copies is None else copies.shape[1] // num_features,
         rows_block=rows_block,
         columns_block=columns_block,
@@ -301,7 +302,6 @@ def _launch_fused(
     num_classes, num_features = weight.shape
     classes_block = max(16, power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
-    samples = len(found.rows) // 2
     stride, width = _layout(covariance)
     # copies of single numbers are slow, and with one tile there is nothing to read ahead
     ahead = width % 16 == 0 and num_features > _COLUMNS
@@ -330,9 +330,10 @@ def _launch_fused(
         high.shape[1],
         first_class,
         merge=count is not None,
+        many=_has_many(found),
         precise=precise,
         interpreted=not covariance.is_cuda,
-        batch_rows=4 if samples <= 2 * num_classes else 16,
+        batch_rows=4 if len(found.rows) <= 3 * num_classes else 16,
         rows_block=_ROWS,
         columns_block=columns_block,
         classes_block=classes_block,
@@ -347,6 +348,11 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 32 * 1024
+
+
+def _has_many(found: Classes) -> bool:
+    """Whether classes have so many samples that their rows are merged by products of matrices."""
+    return len(found.rows) > 32 * len(found.classes)
 
 
 def _has_rows(covariance: Tensor) -> bool:
@@ -450,6 +456,7 @@ def _update(  # type: ignore[no-untyped-def]
     width,
     rows_stride,
     merge: tl.constexpr,
+    many: tl.constexpr,
     parts: tl.constexpr,
     rows_block: tl.constexpr,
     columns_block: tl.constexpr,
@@ -464,7 +471,7 @@ def _update(  # type: ignore[no-untyped-def]
         if tl.program_id(0) == 0:
             tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
         keep = 1.0 - tl.load(share + label)
-        line = rows + tl.load(start + label).to(tl.int64) * 2 * rows_stride
+        line = rows + tl.load(start + label).to(tl.int64) * rows_stride
     place = tl.load(slot + label).to(tl.int64)
     part = tl.cast(num_features, tl.int64) * num_features
     copy_row = copies + place * parts * part + row[:, None].to(tl.int64) * num_features
@@ -473,7 +480,7 @@ def _update(  # type: ignore[no-untyped-def]
         mask = (row < num_features)[:, None] & (column < width)[None, :]
         tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
         if merge:
-            tile = _merge(tile * keep, line, 0, number + 1, row, column, rows_stride)
+            tile = _merge(tile * keep, line, 0, number + 1, row, column, rows_stride, many)
             tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
         if parts > 0:
             height = tl.where(place >= 0, num_features, 0)  # 0: of no own sample
@@ -492,13 +499,25 @@ def _tile_row(covariance, label, row, num_features, stride):  # type: ignore[no-
 
 
 @triton.jit
-def _merge(tile, line, first, last, row, column, stride):  # type: ignore[no-untyped-def]
+def _merge(  # type: ignore[no-untyped-def]
+    tile, line, first, last, row, column, stride, many: tl.constexpr
+):
     """Add the outer products of some rows of the batch, padded with zeros, to a tile."""
-    for sample in range(first, last):
-        place = line + tl.cast(sample, tl.int64) * stride
-        left = tl.load(place + row, mask=row < stride, other=0.0)
-        right = tl.load(place + column, mask=column < stride, other=0.0)
-        tile += left[:, None] * right[None, :]
+    if many:  # sixteen at a time
+        for chunk in range(first, last, 16):
+            sample = chunk + tl.arange(0, 16)
+            place = line + sample.to(tl.int64) * stride
+            left_mask = (row < stride)[:, None] & (sample < last)[None, :]
+            left = tl.load(place[None, :] + row[:, None], mask=left_mask, other=0.0)
+            right_mask = (sample < last)[:, None] & (column < stride)[None, :]
+            right = tl.load(place[:, None] + column[None, :], mask=right_mask, other=0.0)
+            tile = tl.dot(left, right, tile, input_precision="ieee")
+    else:
+        for sample in range(first, last):
+            place = line + tl.cast(sample, tl.int64) * stride
+            left = tl.load(place + row, mask=row < stride, other=0.0)
+            right = tl.load(place + column, mask=column < stride, other=0.0)
+            tile += left[:, None] * right[None, :]
     return tile
 
 
@@ -525,6 +544,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     padded_features,
     first_class,
     merge: tl.constexpr,
+    many: tl.constexpr,
     precise: tl.constexpr,
     interpreted: tl.constexpr,
     batch_rows: tl.constexpr,
@@ -544,13 +564,13 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
         if tl.program_id(0) == 0:
             tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
         keep = 1.0 - tl.load(share + label)
-        line = rows + tl.load(start + label).to(tl.int64) * 2 * rows_stride
+        line = rows + tl.load(start + label).to(tl.int64) * rows_stride
         if number + 1 > batch_rows:  # seldom: the others ahead, for the loop below has no loops
             for first in range(0, num_features, columns_block):
                 column = first + tl.arange(0, columns_block)
                 mask = row_inside[:, None] & (column < width)[None, :]
                 tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0) * keep
-                tile = _merge(tile, line, batch_rows, number + 1, row, column, rows_stride)
+                tile = _merge(tile, line, batch_rows, number + 1, row, column, rows_stride, many)
                 tl.store(tile_row + column[None, :], tile, mask=mask)
             keep = 1.0
             tl.debug_barrier()

@@ -13,6 +13,7 @@ from isda.kernels.sizes import blocks, power_of_2
 __all__ = ["Classes", "class_statistics", "screen", "tally", "update_variances"]
 
 _TILE = 8192  # numbers that a program holds at a time
+_MANY = 2048  # samples, as of dense predictions, that are sorted: each class then reads its own
 
 
 class Classes(NamedTuple):
@@ -26,9 +27,9 @@ class Classes(NamedTuple):
     slot: Tensor  # (C,) slot of each class of the own samples, −1 for the others
     own_classes: Tensor  # (P',) the same slots, seen from the other side
     batch_count: Tensor  # (C,)
-    start: Tensor  # (C,) samples of the classes before
+    start: Tensor  # (C,) first row of each class
     share: Tensor  # (C,) weight of the batch in the merged moments
-    rows: Tensor  # (2 N, A') those of class c from 2 · start: Σ_new = (1 − share) Σ + rowsᵀ rows
+    rows: Tensor  # (N + P, A') those of class c from start on: Σ_new = (1 − share) Σ + rowsᵀ rows
 
 
 def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
@@ -122,17 +123,19 @@ def class_statistics(
         integers(num_classes),
         integers(num_classes),
         torch.empty(num_classes, device=device),
-        torch.empty((2 * samples if keep_rows else 0, -(-width // 16) * 16), device=device),
+        torch.empty((samples + slots if keep_rows else 0, blocks(width, 16) * 16), device=device),
     )
     if not samples:
         result.slot.fill_(-1)
         result.batch_count.zero_()
         return result
     nothing = result.share
+    ordered = merge and samples > _MANY
     # many narrow programs, each of which reads many samples at once, but not too many
     features_block = 64 if width <= 128 else 128 if num_classes * width <= 2**18 else 512
     _class_statistics[(num_classes, blocks(width, features_block))](
         index.contiguous(),
+        index.argsort(stable=True) if ordered else nothing,
         target.contiguous(),
         features.contiguous() if features is not None else nothing,
         count if count is not None else nothing,
@@ -152,6 +155,7 @@ def class_statistics(
         diagonal=variance is not None,
         fade=decay != 1.0,
         whole=whole,
+        ordered=ordered,
         scan_block=min(power_of_2(samples), 1024),
         samples_block=min(_TILE // features_block, max(power_of_2(samples), 16)),
         features_block=features_block,
@@ -239,6 +243,7 @@ def _tally(  # type: ignore[no-untyped-def]
 @triton.jit
 def _class_statistics(  # type: ignore[no-untyped-def]
     index,
+    order,
     target,
     features,
     count,
@@ -264,6 +269,7 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     diagonal: tl.constexpr,
     fade: tl.constexpr,
     whole: tl.constexpr,
+    ordered: tl.constexpr,
     scan_block: tl.constexpr,
     samples_block: tl.constexpr,
     features_block: tl.constexpr,
@@ -272,9 +278,14 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     number = 0  # samples of this class
     before = 0  # of the classes before
     total = 0  # of all classes here
+    begin = 0  # of what is to be read for this class
+    end = num_samples
     for first in range(0, num_samples, scan_block):
         position = first + tl.arange(0, scan_block)
-        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        inside = position < num_samples
+        value = tl.load(index + position, mask=inside, other=-1)
+        if ordered:
+            begin += tl.sum((inside & (value < label + first_class)).to(tl.int32))
         value = tl.where(value < 0, -1, value - first_class)
         number += tl.sum((value == label).to(tl.int32))
         before += tl.sum(((value >= 0) & (value < label)).to(tl.int32))
@@ -293,9 +304,12 @@ def _class_statistics(  # type: ignore[no-untyped-def]
             own += tl.sum((value == label).to(tl.int32))
             own_before += tl.sum(((value >= 0) & (value < label)).to(tl.int32))
             own_total += tl.sum(((value >= 0) & (value < num_classes)).to(tl.int32))
+    if ordered:
+        end = begin + number
+    first_row = before + (label if slots == num_classes else before)
     if tl.program_id(1) == 0:
         tl.store(batch_count + label, number)
-        tl.store(start + label, before)
+        tl.store(start + label, first_row)
         place = own_before
         if own_slots == num_classes:
             place = label
@@ -320,13 +334,14 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * features_block + tl.arange(0, features_block)
     inside = column < num_features
     summed = tl.zeros((features_block,), dtype=tl.float32)
-    for first in range(0, num_samples, samples_block):
+    for first in range(begin, end, samples_block):
         position = first + tl.arange(0, samples_block)
-        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        sample = _sample(order, position, end, ordered)
+        value = tl.load(index + sample, mask=position < end, other=-1)
         match = value == label + first_class
         if tl.sum(match.to(tl.int32)) > 0:
             tile = tl.load(
-                features + position[:, None].to(tl.int64) * num_features + column[None, :],
+                features + sample[:, None].to(tl.int64) * num_features + column[None, :],
                 mask=match[:, None] & inside[None, :],
                 other=0.0,
             )
@@ -338,16 +353,17 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     tl.store(mean + line, old_mean + weight * shift, mask=inside)  # Eq. 9
     spread = tl.zeros((features_block,), dtype=tl.float32)
     done = 0
-    row = rows + tl.cast(before, tl.int64) * 2 * padded_features
-    for first in range(0, num_samples, samples_block):
+    row = rows + tl.cast(first_row, tl.int64) * padded_features
+    for first in range(begin, end, samples_block):
         position = first + tl.arange(0, samples_block)
-        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        sample = _sample(order, position, end, ordered)
+        value = tl.load(index + sample, mask=position < end, other=-1)
         match = value == label + first_class
         matches = tl.sum(match.to(tl.int32))
         if matches > 0:
             mask = match[:, None] & inside[None, :]
             tile = tl.load(
-                features + position[:, None].to(tl.int64) * num_features + column[None, :],
+                features + sample[:, None].to(tl.int64) * num_features + column[None, :],
                 mask=mask,
                 other=0.0,
             )
@@ -373,6 +389,13 @@ def _class_statistics(  # type: ignore[no-untyped-def]
             shift * tl.sqrt(weight * (1.0 - weight)),
             mask=column < padded_features,
         )
+
+
+@triton.jit
+def _sample(order, position, end, ordered: tl.constexpr):  # type: ignore[no-untyped-def]
+    if ordered:
+        position = tl.load(order + position, mask=position < end, other=0)
+    return position
 
 
 @triton.jit
