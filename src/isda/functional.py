@@ -11,7 +11,7 @@ Eq. 4, the bound on L_∞ (Eq. 3)   :func:`isda_loss`
 Eq. 9, 10, 11 (Appendix A)        :func:`batch_moments`, :func:`merge_moments`,
                                   :func:`update_moments`
 Eq. 12, 13, 14, the gradients     autograd; the quadratic part of Eq. 13 is written out in
-                                  ``per_class.py``
+                                  ``per_class.py`` and, for variances, here
 ================================  ==================================================================
 
 Shapes use the paper's letters: N samples, C classes, A features.
