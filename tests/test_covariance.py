@@ -246,3 +246,13 @@ def test_statistics_keep_no_graph(kind, device):
     estimator.quadratic(weight, x.target).sum().backward()
     assert weight.grad is not None
     assert features.grad is None
+
+
+@every
+def test_autocast_stays_outside(kind, device):
+    estimator = trained(kind, device)
+    x = draw(7, 13, 5, seed=9, dtype=torch.float32, device=device)
+    expected = estimator.quadratic(x.weight, x.target)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = estimator.quadratic(x.weight, x.target)
+    assert torch.equal(found, expected)

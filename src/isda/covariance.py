@@ -214,7 +214,8 @@ class DiagonalCovariance(Covariance):
 
     def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
         """See :func:`isda.functional.diagonal_quadratic`."""
-        return functional.diagonal_quadratic(weight.float(), target, self.variance)
+        with torch.autocast(weight.device.type, enabled=False):
+            return functional.diagonal_quadratic(weight.float(), target, self.variance)
 
 
 class SharedCovariance(Covariance):
@@ -247,7 +248,8 @@ class SharedCovariance(Covariance):
 
     def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
         """See :func:`isda.functional.shared_quadratic`."""
-        return functional.shared_quadratic(weight.float(), target, self.covariance)
+        with torch.autocast(weight.device.type, enabled=False):
+            return functional.shared_quadratic(weight.float(), target, self.covariance)
 
 
 class IdentityCovariance(Covariance):
@@ -258,7 +260,8 @@ class IdentityCovariance(Covariance):
 
     def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
         """See :func:`isda.functional.identity_quadratic`."""
-        return functional.identity_quadratic(weight.float(), target)
+        with torch.autocast(weight.device.type, enabled=False):
+            return functional.identity_quadratic(weight.float(), target)
 
 
 COVARIANCES: dict[str, type[Covariance]] = {
