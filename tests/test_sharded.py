@@ -6,14 +6,13 @@ files. What needs no exchange is tested in one process that plays the ranks one 
 
 import copy
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import close, results_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -260,14 +259,7 @@ def work(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request, tmp_path_factory) -> list[dict[Any, Any]]:
     """Results of every rank of a world."""
-    world, folder = request.param, tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(world, str(folder)), nprocs=world)
-    return [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(world)]
-
-
-def close(found: Any, expected: Any) -> None:
-    # float32: the parts of a sum are added in another order
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    return results_of(work, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 def close_to_reference(found: Tensor, expected: Tensor) -> None:

@@ -84,18 +84,10 @@ def _bound(
     )
 
 
-def _fake_bound(
-    logits: Tensor,
-    quadratic: Tensor | None,
-    index: Tensor,
-    strength: Tensor | None,
-    scale: Tensor | None,
-    ignore_index: int,
-    reduce: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    number = logits.shape[0]
-    loss = logits.new_empty(() if reduce else (number,), dtype=torch.float32)
-    total = logits.new_empty((number,), dtype=torch.float32)
+def _fake_bound(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, reduce = others
+    total = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    loss = logits.new_empty((), dtype=torch.float32) if reduce else torch.empty_like(total)
     return loss, total, logits.new_empty((), dtype=torch.float64)
 
 

@@ -1,8 +1,10 @@
 """Triton kernels for CUDA, chosen automatically, with the results of the plain forms.
 
 ================  ==================================================================================
-``statistics``    which samples count, class statistics of a batch (Eq. 9, 10 for variances, 11)
-``full``          update of covariances (Eq. 10) fused with the products of Eq. 4 and their gradient
+``batch``         which samples count, and whether all are sound
+``statistics``    class statistics of a batch (Eq. 9, 10 for variances, 11)
+``full``          update of covariances (Eq. 10) fused with the products of Eq. 4
+``rows``          quadratic term of the samples, gradient of the weights (Eq. 13)
 ``bound``         shifted logits and cross entropy (Eq. 4), forward and backward
 ================  ==================================================================================
 
@@ -25,16 +27,16 @@ except ImportError:  # a build of torch without Triton
 __all__ = ["usable"]
 
 if triton is not None:
+    from isda.kernels.batch import screen, tally
     from isda.kernels.bound import bound, bound_backward
     from isda.kernels.full import (
         empty_products,
-        gather_rows,
         multiply,
         update,
         update_and_multiply,
-        weight_gradient,
     )
-    from isda.kernels.statistics import screen, tally, update_variances
+    from isda.kernels.rows import gather_rows, weight_gradient
+    from isda.kernels.statistics import update_variances
 
     __all__ += [
         "bound",

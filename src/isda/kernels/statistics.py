@@ -1,4 +1,4 @@
-"""Which samples of a batch count, and the statistics of its classes."""
+"""The classes of a batch and their statistics (Eq. 9, 11, and 10 for variances)."""
 
 import math
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isda.kernels.sizes import blocks, power_of_2
 
-__all__ = ["Classes", "class_statistics", "screen", "tally", "update_variances"]
+__all__ = ["Classes", "class_statistics", "update_variances"]
 
 _TILE = 8192  # numbers that a program holds at a time
 _MANY = 2048  # samples, as of dense predictions, that are sorted: each class then reads its own
@@ -30,50 +30,6 @@ class Classes(NamedTuple):
     start: Tensor  # (C,) first row of each class
     share: Tensor  # (C,) weight of the batch in the merged moments
     rows: Tensor  # (N + P, A') those of class c from start on: Σ_new = (1 − share) Σ + rowsᵀ rows
-
-
-def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    """See ``isda.batch.screen``."""
-    features, target = features.contiguous(), target.contiguous()
-    index = torch.empty_like(target)
-    if len(target):
-        width = features.shape[1]
-        block = min(power_of_2(width), 1024)
-        _screen[(len(target),)](
-            features, target, index, num_classes, width, ignore_index, block=block
-        )
-    return index
-
-
-def tally(
-    step: Tensor,
-    problem: Tensor,
-    index: Tensor,
-    lambda_0: float,
-    total_steps: int,
-    world: int,
-    mean: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``isda.batch.tally``."""
-    sound = torch.empty_like(index)
-    scale = torch.empty((), dtype=torch.float64, device=index.device)
-    strength = torch.empty((), device=index.device)
-    block = min(power_of_2(max(len(index), 1)), 1024)
-    _tally[(1,)](
-        step,
-        problem,
-        index.contiguous(),
-        sound,
-        scale,
-        strength,
-        len(index),
-        float(lambda_0),
-        float(total_steps),
-        float(world),
-        mean=mean,
-        block=block,
-    )
-    return sound, scale, strength
 
 
 def class_statistics(
@@ -179,65 +135,6 @@ def update_variances(
         variance=variance,
         decay=decay,
     )
-
-
-@triton.jit
-def _screen(  # type: ignore[no-untyped-def]
-    features, target, index, num_classes, num_features, ignore_index, block: tl.constexpr
-):
-    sample = tl.program_id(0).to(tl.int64)
-    bad = tl.zeros((block,), dtype=tl.int32)
-    for first in range(0, num_features, block):
-        column = first + tl.arange(0, block)
-        inside = column < num_features
-        value = tl.load(features + sample * num_features + column, mask=inside, other=0.0)
-        value = value.to(tl.float32)
-        bad += (value - value != 0.0).to(tl.int32)  # NaN for NaN and for infinite values
-    label = tl.load(target + sample)
-    ignored = label == ignore_index
-    outside = ((label < 0) | (label >= num_classes)) & (label != ignore_index)
-    result = tl.where(ignored, -1, label)
-    result = tl.where(tl.sum(bad) > 0, -2, result)
-    tl.store(index + sample, tl.where(outside, -3, result))
-
-
-@triton.jit
-def _tally(  # type: ignore[no-untyped-def]
-    step,
-    problem,
-    index,
-    sound,
-    scale,
-    strength,
-    num_samples,
-    lambda_0,
-    total_steps,
-    world,
-    mean: tl.constexpr,
-    block: tl.constexpr,
-):
-    counted = tl.zeros((block,), dtype=tl.int32)
-    least = tl.zeros((block,), dtype=tl.int64)
-    for first in range(0, num_samples, block):
-        position = first + tl.arange(0, block)
-        value = tl.load(index + position, mask=position < num_samples, other=-1)
-        counted += (value >= 0).to(tl.int32)
-        least = tl.minimum(least, value)
-    number = tl.sum(counted)
-    found = tl.maximum(-1 - tl.min(least), 0)  # 1: not finite, 2: out of range
-    for first in range(0, num_samples, block):
-        position = first + tl.arange(0, block)
-        value = tl.load(index + position, mask=position < num_samples, other=-1)
-        value = tl.where(found > 0, -1, value)
-        tl.store(sound + position, value, mask=position < num_samples)
-    factor = 1.0
-    if mean:
-        factor = world / tl.maximum(number, 1).to(tl.float32)
-    done = tl.load(step)
-    tl.store(strength, lambda_0 * tl.minimum(done.to(tl.float32) / total_steps, 1.0))
-    tl.store(scale, tl.where(found > 0, 0.0, factor))
-    tl.store(step, done + (found == 0).to(tl.int64))
-    tl.store(problem, tl.maximum(tl.load(problem), found))
 
 
 @triton.jit

@@ -1,0 +1,199 @@
+"""From the products of the classes to the samples, and from the samples' gradients to the weights.
+
+The products are those of ``full.py``, in slots of classes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isda.kernels.sizes import blocks, power_of_2
+
+__all__ = ["gather_rows", "weight_gradient"]
+
+
+def gather_rows(partial: Tensor, slot: Tensor, index: Tensor, first_class: int = 0) -> Tensor:
+    """Quadratic term of every sample (N, C), 0 for those whose class has no slot."""
+    num_classes = partial.shape[2]
+    rows = partial.new_empty(len(index), num_classes)
+    if len(index):
+        _gather_rows[(len(index),)](
+            partial,
+            slot,
+            index.contiguous(),
+            rows,
+            partial.shape[1],
+            num_classes,
+            len(slot),
+            first_class,
+            block=power_of_2(num_classes),
+        )
+    return rows
+
+
+def weight_gradient(
+    grad: Tensor,
+    index: Tensor,
+    product: Tensor,
+    own: Tensor,
+    slot: Tensor,
+    classes: Tensor,
+    first_class: int = 0,
+) -> Tensor:
+    """Gradient of the weight from that of the quadratic term (see ``isda.per_class``)."""
+    slots, num_classes, num_features = product.shape
+    if not slots:
+        return grad.new_zeros(num_classes, num_features)
+    others, table = grad.new_empty(2, slots, num_classes)  # gradients of the classes' rows
+    block = power_of_2(num_classes)
+    _sum_rows[(slots,)](
+        grad.contiguous(),
+        index.contiguous(),
+        classes,
+        others,
+        table,
+        len(index),
+        num_classes,
+        first_class,
+        samples_block=min(max(8192 // block, 1), power_of_2(len(index))),
+        block=block,
+    )
+    result = grad.new_empty(num_classes, num_features)
+    # about 512 programs, to keep the GPU busy, and few rounds of each
+    wanted = power_of_2(blocks(num_classes * num_features, 512))
+    features_block = min(max(wanted, 64), 1024)
+    _weight_gradient[(num_classes, blocks(num_features, features_block))](
+        others,
+        table,
+        product,
+        slot,
+        result,
+        slots,
+        len(slot),
+        num_classes,
+        num_features,
+        first_class,
+        rows_block=min(
+            (8192 if features_block < 512 else 16384) // features_block,
+            max(power_of_2(num_classes), 16),
+        ),
+        features_block=features_block,
+    )
+    return torch.addmm(result, others.T, own, alpha=-1) if len(own) else result
+
+
+@triton.jit
+def _gather_rows(  # type: ignore[no-untyped-def]
+    partial,
+    slot,
+    index,
+    rows,
+    parts,
+    num_classes,
+    num_slots,
+    first_class,
+    block: tl.constexpr,
+):
+    sample = tl.program_id(0).to(tl.int64)
+    label = tl.load(index + sample) - first_class
+    here = (label >= 0) & (label < num_slots)
+    place = tl.load(slot + tl.where(here, label, 0)).to(tl.int64)
+    column = tl.arange(0, block)
+    total = tl.zeros((block,), dtype=tl.float32)
+    if here & (place >= 0):
+        for part in range(parts):
+            total += tl.load(
+                partial + (place * parts + part) * num_classes + column,
+                mask=column < num_classes,
+                other=0.0,
+            )
+    tl.store(rows + sample * num_classes + column, total, mask=column < num_classes)
+
+
+@triton.jit
+def _sum_rows(  # type: ignore[no-untyped-def]
+    grad,
+    index,
+    classes,
+    others,
+    table,
+    num_samples,
+    num_classes,
+    first_class,
+    samples_block: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Sums over the samples of a class: at the class itself 0, and less the sum of the others."""
+    label = tl.load(classes + tl.program_id(0))
+    wanted = tl.where(label < 0, -(2**30), label + first_class)  # which no sample has
+    column = tl.arange(0, block)
+    total = tl.zeros((block,), dtype=tl.float32)
+    for first in range(0, num_samples, samples_block):
+        position = first + tl.arange(0, samples_block)
+        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        match = value == wanted
+        if tl.sum(match.to(tl.int32)) > 0:
+            tile = tl.load(
+                grad + position[:, None].to(tl.int64) * num_classes + column[None, :],
+                mask=match[:, None] & (column < num_classes)[None, :],
+                other=0.0,
+            )
+            total += tl.sum(tile, 0)
+    place = tl.program_id(0).to(tl.int64) * num_classes + column
+    at_target = column == wanted
+    total = tl.where(at_target, 0.0, 2.0 * total)
+    tl.store(others + place, total, mask=column < num_classes)
+    total = tl.where(at_target, -tl.sum(total), total)
+    tl.store(table + place, total, mask=column < num_classes)
+
+
+@triton.jit
+def _weight_gradient(  # type: ignore[no-untyped-def]
+    others,
+    table,
+    product,
+    slot,
+    result,
+    slots,
+    num_slots,
+    num_classes,
+    num_features,
+    first_class,
+    rows_block: tl.constexpr,
+    features_block: tl.constexpr,
+):
+    other = tl.program_id(0)
+    column = tl.program_id(1) * features_block + tl.arange(0, features_block)
+    inside = column < num_features
+    total = tl.zeros((features_block,), dtype=tl.float32)
+    for first in range(0, slots, rows_block):  # row j of the gradient: from the slots of all c
+        place = first + tl.arange(0, rows_block)
+        line = place.to(tl.int64) * num_classes + other
+        total += _weighted_sum(others, product, line, place < slots, column, inside, num_features)
+    label = other - first_class
+    if (label >= 0) & (label < num_slots):
+        own = tl.load(slot + label).to(tl.int64)
+        if own >= 0:  # and row c: from all j of its slot
+            for first in range(0, num_classes, rows_block):
+                row = first + tl.arange(0, rows_block)
+                line = own * num_classes + row
+                total -= _weighted_sum(
+                    table, product, line, row < num_classes, column, inside, num_features
+                )
+    tl.store(result + other.to(tl.int64) * num_features + column, total, mask=inside)
+
+
+@triton.jit
+def _weighted_sum(  # type: ignore[no-untyped-def]
+    factors, product, line, used, column, inside, num_features
+):
+    """Sum of lines times their factors; lines of unused slots, with factor 0, hold anything."""
+    factor = tl.load(factors + line, mask=used, other=0.0)
+    tile = tl.load(
+        product + line[:, None] * num_features + column[None, :],
+        mask=used[:, None] & inside[None, :],
+        other=0.0,
+    )
+    tile = tl.where(factor[:, None] == 0.0, 0.0, tile.to(tl.float32) * factor[:, None])
+    return tl.sum(tile, 0)
