@@ -32,6 +32,7 @@ __all__ = [
 _CLASSES = 256  # most classes that the fused kernel takes
 _ROWS = 64  # of a covariance, in a program of the fused kernel
 _COLUMNS = 64  # of its tiles
+_TILE = 64  # rows and columns of a covariance that the update holds at a time
 
 
 class Products(NamedTuple):
@@ -163,17 +164,19 @@ def _launch_squares(
 ) -> None:
     """Quadratic term from products with W, and the products with the own weight."""
     slots, num_classes, num_features = product.shape
-    _squares[(slots, blocks(num_classes, 16))](
+    _squares[(blocks(slots, 4), blocks(num_classes, 16))](
         product,
         centred,
         classes,
         own,
         partial,
+        slots,
         num_classes,
         num_features,
         first_class,
+        slots_block=4,
         classes_block=16,
-        features_block=min(power_of_2(num_features), 256),
+        features_block=min(power_of_2(num_features), 128),
     )
 
 
@@ -194,8 +197,7 @@ def _launch_update(
     slots, num_features = len(found.classes), covariance.shape[1]
     if not slots:
         return
-    rows_block, columns_block = 32, 128
-    _update[(blocks(num_features, rows_block), slots)](
+    _update[(blocks(num_features, _TILE), slots)](
         covariance,
         found.share if count is None else count,
         found.rows,
@@ -211,8 +213,7 @@ def _launch_update(
         merge=count is not None,
         many=_has_many(found),
         parts=0 if copies is None else copies.shape[1] // num_features,
-        rows_block=rows_block,
-        columns_block=columns_block,
+        block=_TILE,
     )
 
 
@@ -386,39 +387,59 @@ def _update(  # type: ignore[no-untyped-def]
     merge: tl.constexpr,
     many: tl.constexpr,
     parts: tl.constexpr,
-    rows_block: tl.constexpr,
-    columns_block: tl.constexpr,
+    block: tl.constexpr,
 ):
+    """Read the tiles on and below the diagonal; write those above as their mirror."""
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
-    row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
-    tile_row = _tile_row(covariance, label, row, num_features, stride)
+    own = tl.num_programs(0) - 1 - tl.program_id(0)  # block of rows; the longest come first
+    row = own * block + tl.arange(0, block)
     if merge:
         number = tl.load(batch_count + label)
-        if tl.program_id(0) == 0:
+        if own == 0:
             tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
         keep = 1.0 - tl.load(share + label)
         line = rows + tl.load(start + label).to(tl.int64) * rows_stride
     place = tl.load(slot + label).to(tl.int64)
+    height = tl.where(place >= 0, num_features, 0)  # of copies; 0: no own sample
     part = tl.cast(num_features, tl.int64) * num_features
-    copy_row = copies + place * parts * part + row[:, None].to(tl.int64) * num_features
-    for first in range(0, num_features, columns_block):
-        column = first + tl.arange(0, columns_block)
+    copy = copies + place * parts * part
+    tile_row = _tile_row(covariance, label, row, num_features, stride)
+    copy_row = copy + row[:, None].to(tl.int64) * num_features
+    for other in range(own + 1):
+        column = other * block + tl.arange(0, block)
         mask = (row < num_features)[:, None] & (column < width)[None, :]
         tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
         if merge:
             tile = _merge(tile * keep, line, 0, number + 1, row, column, rows_stride, many)
             tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
         if parts > 0:
-            height = tl.where(place >= 0, num_features, 0)  # 0: of no own sample
             mask = (row < height)[:, None] & (column < num_features)[None, :]
-            upper = tile.to(tl.bfloat16)
-            tl.store(copy_row + column[None, :], upper, mask=mask)
-            if parts == 3:
-                lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
-                tl.store(copy_row + part + column[None, :], lower, mask=mask)
-                tl.store(copy_row + 2 * part + column[None, :], upper, mask=mask)
+            _store_parts(copy_row + column[None, :], tile, mask, part, parts)
+        if other < own:
+            mirror = tl.trans(tile)
+            if merge:
+                mask = (column < num_features)[:, None] & (row < width)[None, :]
+                mirror_row = _tile_row(covariance, label, column, num_features, stride)
+                tl.store(mirror_row + row[None, :], mirror, mask=mask)
+            if parts > 0:
+                mask = (column < height)[:, None] & (row < num_features)[None, :]
+                mirror_row = copy + column[:, None].to(tl.int64) * num_features
+                _store_parts(mirror_row + row[None, :], mirror, mask, part, parts)
+
+
+@triton.jit
+def _store_parts(  # type: ignore[no-untyped-def]
+    place, tile, mask, part, parts: tl.constexpr
+):
+    """Store a tile in bfloat16 and, with three parts, what that leaves out and the same again."""
+    upper = tile.to(tl.bfloat16)
+    tl.store(place, upper, mask=mask)
+    if parts == 3:
+        lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
+        tl.store(place + part, lower, mask=mask)
+        tl.store(place + 2 * part, upper, mask=mask)
 
 
 @triton.jit
@@ -546,41 +567,53 @@ def _squares(  # type: ignore[no-untyped-def]
     classes,
     own,
     partial,
+    slots,
     num_classes,
     num_features,
     first_class,
+    slots_block: tl.constexpr,
     classes_block: tl.constexpr,
     features_block: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64)
-    label = tl.load(classes + place)
+    """Some classes in some slots, for each of which the weights are read once."""
+    place = tl.program_id(0) * slots_block + tl.arange(0, slots_block)
+    label = tl.load(classes + place, mask=place < slots, other=-1)
+    used = label >= 0
+    own_class = label.to(tl.int64) + first_class
+    place = place.to(tl.int64)
     other = tl.program_id(1) * classes_block + tl.arange(0, classes_block)
-    own_class = label + first_class
-    total = tl.zeros((classes_block, features_block), dtype=tl.float32)
+    other_inside = other < num_classes
+    line = place[:, None] * num_classes + other[None, :]
+    line_used = used[:, None] & other_inside[None, :]
+    own_line = place * num_classes + own_class
+    total = tl.zeros((slots_block, classes_block, features_block), dtype=tl.float32)
     for first in range(0, num_features, features_block):
         column = first + tl.arange(0, features_block)
         inside = column < num_features
-        if label < 0:
-            own_product = tl.zeros((features_block,), dtype=tl.float32)
-        else:
-            line = (place * num_classes + own_class) * num_features
-            own_product = tl.load(product + line + column, mask=inside, other=0.0).to(tl.float32)
-            own_weight = tl.load(
-                centred + own_class * num_features + column, mask=inside, other=0.0
+        own_mask = used[:, None] & inside[None, :]
+        own_product = tl.load(
+            product + own_line[:, None] * num_features + column[None, :], mask=own_mask, other=0.0
+        ).to(tl.float32)
+        own_weight = tl.load(
+            centred + own_class[:, None] * num_features + column[None, :], mask=own_mask, other=0.0
+        )
+        mask = other_inside[:, None] & inside[None, :]
+        weight = tl.load(
+            centred + other[:, None] * num_features + column[None, :], mask=mask, other=0.0
+        )
+        mask = line_used[:, :, None] & inside[None, None, :]
+        tile = tl.load(
+            product + line[:, :, None] * num_features + column[None, None, :], mask=mask, other=0.0
+        ).to(tl.float32)
+        margin = weight[None, :, :] - own_weight[:, None, :]
+        total += tl.where(mask, (tile - own_product[:, None, :]) * margin, 0.0)
+        if tl.program_id(1) == 0:  # zeros in unused slots
+            tl.store(
+                own + place[:, None] * num_features + column[None, :],
+                own_product,
+                mask=(place < slots)[:, None] & inside[None, :],
             )
-            mask = (other < num_classes)[:, None] & inside[None, :]
-            element = other[:, None] * num_features + column[None, :]
-            tile = tl.load(
-                product + place * num_classes * num_features + element, mask=mask, other=0.0
-            )
-            margin = tl.load(centred + element, mask=mask, other=0.0) - own_weight[None, :]
-            tile = tile.to(tl.float32) - own_product[None, :]
-            total += tl.where(mask, tile * margin, 0.0)
-        if tl.program_id(1) == 0:
-            tl.store(own + place * num_features + column, own_product, mask=inside)
-    if label >= 0:
-        part = tl.sum(total, 1)
-        tl.store(partial + place * num_classes + other, part, mask=other < num_classes)
+    tl.store(partial + line, tl.sum(total, 2), mask=line_used)
 
 
 @triton.jit

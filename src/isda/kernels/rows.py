@@ -60,6 +60,9 @@ def weight_gradient(
         block=block,
     )
     result = grad.new_empty(num_classes, num_features)
+    if len(own):
+        _launch_both_sums(others, table, product, own, slot, classes, result, first_class)
+        return torch.addmm(result, others.T, own, alpha=-1)
     # about 512 programs, to keep the GPU busy, and few rounds of each
     wanted = power_of_2(blocks(num_classes * num_features, 512))
     features_block = min(max(wanted, 64), 1024)
@@ -80,7 +83,51 @@ def weight_gradient(
         ),
         features_block=features_block,
     )
-    return torch.addmm(result, others.T, own, alpha=-1) if len(own) else result
+    return result
+
+
+def _launch_both_sums(
+    others: Tensor,
+    table: Tensor,
+    product: Tensor,
+    own: Tensor,
+    slot: Tensor,
+    classes: Tensor,
+    result: Tensor,
+    first_class: int,
+) -> None:
+    """Both sums of the gradient in one pass over products that are too many for a cache."""
+    slots, num_classes, num_features = product.shape
+    classes_block, features_block = 64, 64
+    parts = blocks(num_classes, classes_block)
+    partial = result.new_empty(parts, slots, num_features)
+    _both_sums[(parts, blocks(num_features, features_block))](
+        others,
+        product,
+        classes,
+        partial,
+        result,
+        slots,
+        num_classes,
+        num_features,
+        slots_block=4,
+        classes_block=classes_block,
+        features_block=features_block,
+        num_warps=8,
+    )
+    features_block = min(power_of_2(num_features), 512)
+    _own_rows[(slots, blocks(num_features, features_block))](
+        table,
+        partial,
+        own,
+        classes,
+        result,
+        parts,
+        num_classes,
+        num_features,
+        first_class,
+        features_block=features_block,
+    )
 
 
 @triton.jit
@@ -197,3 +244,80 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
     )
     tile = tl.where(factor[:, None] == 0.0, 0.0, tile.to(tl.float32) * factor[:, None])
     return tl.sum(tile, 0)
+
+
+@triton.jit
+def _both_sums(  # type: ignore[no-untyped-def]
+    others,
+    product,
+    classes,
+    partial,
+    result,
+    slots,
+    num_classes,
+    num_features,
+    slots_block: tl.constexpr,
+    classes_block: tl.constexpr,
+    features_block: tl.constexpr,
+):
+    """Sums over the slots for some rows j of the gradient, and over these j for all slots."""
+    row = tl.program_id(0) * classes_block + tl.arange(0, classes_block)
+    column = tl.program_id(1) * features_block + tl.arange(0, features_block)
+    row_inside = row < num_classes
+    inside = column < num_features
+    total = tl.zeros((classes_block, features_block), dtype=tl.float32)
+    for first in range(0, slots, slots_block):
+        place = first + tl.arange(0, slots_block)
+        used = tl.load(classes + place, mask=place < slots, other=-1) >= 0
+        line = place.to(tl.int64)[:, None] * num_classes + row[None, :]
+        line_used = used[:, None] & row_inside[None, :]
+        factor = tl.load(others + line, mask=line_used, other=0.0)
+        tile = tl.load(
+            product + line[:, :, None] * num_features + column[None, None, :],
+            mask=line_used[:, :, None] & inside[None, None, :],
+            other=0.0,
+        )
+        tile = tile.to(tl.float32) * factor[:, :, None]
+        total += tl.sum(tile, 0)
+        piece = (tl.program_id(0) * slots + place).to(tl.int64)
+        tl.store(
+            partial + piece[:, None] * num_features + column[None, :],
+            tl.sum(tile, 1),
+            mask=used[:, None] & inside[None, :],
+        )
+    tl.store(
+        result + row[:, None].to(tl.int64) * num_features + column[None, :],
+        total,
+        mask=row_inside[:, None] & inside[None, :],
+    )
+
+
+@triton.jit
+def _own_rows(  # type: ignore[no-untyped-def]
+    table,
+    partial,
+    own,
+    classes,
+    result,
+    parts,
+    num_classes,
+    num_features,
+    first_class,
+    features_block: tl.constexpr,
+):
+    """Add to row c of the gradient what all j of its slot leave there."""
+    place = tl.program_id(0).to(tl.int64)
+    label = tl.load(classes + place)
+    if label < 0:
+        return
+    row = label.to(tl.int64) + first_class
+    column = tl.program_id(1) * features_block + tl.arange(0, features_block)
+    inside = column < num_features
+    total = tl.zeros((features_block,), dtype=tl.float32)
+    for part in range(parts):
+        piece = part * tl.num_programs(0) + place
+        total += tl.load(partial + piece * num_features + column, mask=inside, other=0.0)
+    at_target = tl.load(table + place * num_classes + row)
+    total += at_target * tl.load(own + place * num_features + column, mask=inside, other=0.0)
+    line = result + row * num_features + column
+    tl.store(line, tl.load(line, mask=inside, other=0.0) - total, mask=inside)
