@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import conftest  # noqa: F401 - its settings also hold in the processes that are started here
 import pytest
 import torch
 from torch import Tensor
@@ -186,7 +187,6 @@ def live_on(number: int) -> None:
 
 
 def train_and_die(prepare: Callable[[int], None], number: int, options: Options) -> None:
-    torch.set_num_threads(1)
     prepare(number)
     train(PLANS, options)
 

@@ -164,19 +164,17 @@ def _launch_squares(
 ) -> None:
     """Quadratic term from products with W, and the products with the own weight."""
     slots, num_classes, num_features = product.shape
-    _squares[(blocks(slots, 4), blocks(num_classes, 16))](
+    _squares[(slots, blocks(num_classes, 16))](
         product,
         centred,
         classes,
         own,
         partial,
-        slots,
         num_classes,
         num_features,
         first_class,
-        slots_block=4,
         classes_block=16,
-        features_block=min(power_of_2(num_features), 128),
+        features_block=min(power_of_2(num_features), 256),
     )
 
 
@@ -214,6 +212,7 @@ def _launch_update(
         many=_has_many(found),
         parts=0 if copies is None else copies.shape[1] // num_features,
         block=_TILE,
+        num_warps=8,
     )
 
 
@@ -329,7 +328,7 @@ def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
         num_features,
         padded_classes,
         padded,
-        rows_block=min(block, 128),
+        rows_block=min(max(power_of_2(num_classes), 16), 128),
         columns_block=32,
     )
     return centred, high, low
@@ -365,8 +364,9 @@ def _split(  # type: ignore[no-untyped-def]
         tl.store(centred + place, value, mask=mask)
         upper = value.to(tl.bfloat16)
         place = row[:, None] * padded_features + column[None, :]
-        tl.store(high + place, upper)
-        tl.store(low + place, (value - upper.to(tl.float32)).to(tl.bfloat16))
+        mask = (row < padded_classes)[:, None]
+        tl.store(high + place, upper, mask=mask)
+        tl.store(low + place, (value - upper.to(tl.float32)).to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -567,53 +567,41 @@ def _squares(  # type: ignore[no-untyped-def]
     classes,
     own,
     partial,
-    slots,
     num_classes,
     num_features,
     first_class,
-    slots_block: tl.constexpr,
     classes_block: tl.constexpr,
     features_block: tl.constexpr,
 ):
-    """Some classes in some slots, for each of which the weights are read once."""
-    place = tl.program_id(0) * slots_block + tl.arange(0, slots_block)
-    label = tl.load(classes + place, mask=place < slots, other=-1)
-    used = label >= 0
-    own_class = label.to(tl.int64) + first_class
-    place = place.to(tl.int64)
+    place = tl.program_id(0).to(tl.int64)
+    label = tl.load(classes + place)
     other = tl.program_id(1) * classes_block + tl.arange(0, classes_block)
-    other_inside = other < num_classes
-    line = place[:, None] * num_classes + other[None, :]
-    line_used = used[:, None] & other_inside[None, :]
-    own_line = place * num_classes + own_class
-    total = tl.zeros((slots_block, classes_block, features_block), dtype=tl.float32)
+    own_class = label + first_class
+    total = tl.zeros((classes_block, features_block), dtype=tl.float32)
     for first in range(0, num_features, features_block):
         column = first + tl.arange(0, features_block)
         inside = column < num_features
-        own_mask = used[:, None] & inside[None, :]
-        own_product = tl.load(
-            product + own_line[:, None] * num_features + column[None, :], mask=own_mask, other=0.0
-        ).to(tl.float32)
-        own_weight = tl.load(
-            centred + own_class[:, None] * num_features + column[None, :], mask=own_mask, other=0.0
-        )
-        mask = other_inside[:, None] & inside[None, :]
-        weight = tl.load(
-            centred + other[:, None] * num_features + column[None, :], mask=mask, other=0.0
-        )
-        mask = line_used[:, :, None] & inside[None, None, :]
-        tile = tl.load(
-            product + line[:, :, None] * num_features + column[None, None, :], mask=mask, other=0.0
-        ).to(tl.float32)
-        margin = weight[None, :, :] - own_weight[:, None, :]
-        total += tl.where(mask, (tile - own_product[:, None, :]) * margin, 0.0)
-        if tl.program_id(1) == 0:  # zeros in unused slots
-            tl.store(
-                own + place[:, None] * num_features + column[None, :],
-                own_product,
-                mask=(place < slots)[:, None] & inside[None, :],
+        if label < 0:
+            own_product = tl.zeros((features_block,), dtype=tl.float32)
+        else:
+            line = (place * num_classes + own_class) * num_features
+            own_product = tl.load(product + line + column, mask=inside, other=0.0).to(tl.float32)
+            own_weight = tl.load(
+                centred + own_class * num_features + column, mask=inside, other=0.0
             )
-    tl.store(partial + line, tl.sum(total, 2), mask=line_used)
+            mask = (other < num_classes)[:, None] & inside[None, :]
+            element = other[:, None] * num_features + column[None, :]
+            tile = tl.load(
+                product + place * num_classes * num_features + element, mask=mask, other=0.0
+            )
+            margin = tl.load(centred + element, mask=mask, other=0.0) - own_weight[None, :]
+            tile = tile.to(tl.float32) - own_product[None, :]
+            total += tl.where(mask, tile * margin, 0.0)
+        if tl.program_id(1) == 0:
+            tl.store(own + place * num_features + column, own_product, mask=inside)
+    if label >= 0:
+        part = tl.sum(total, 1)
+        tl.store(partial + place * num_classes + other, part, mask=other < num_classes)
 
 
 @triton.jit
