@@ -61,8 +61,13 @@ def check_update(shape: tuple[int, int, int], decay: float, device: str) -> None
         doubles(moments), features.double().cpu(), target.cpu(), decay=decay
     )
     check_moments(moments, Moments(count, mean, covariance), expected)
-    # both sides of the diagonal come from other tiles, with the same products in the same order
     torch.testing.assert_close(covariance, covariance.mT, rtol=0, atol=2e-4)
+    # what lies far above the diagonal is never read
+    count, mean, spoilt = (tensor.clone() for tensor in moments)
+    present = expected.count.to(device) != moments.count
+    spoilt[present] += torch.full_like(spoilt[0], torch.nan).triu(64)
+    kernels.update(count, mean, spoilt, features, target, decay)
+    assert torch.equal(spoilt, covariance)
 
 
 def check_moments(before: Moments, found: Moments, expected: Moments) -> None:

@@ -30,8 +30,7 @@ __all__ = [
 ]
 
 _CLASSES = 256  # most classes that the fused kernel takes
-_ROWS = 64  # of a covariance, in a program of the fused kernel
-_COLUMNS = 64  # of its tiles
+_COLUMNS = 64  # of a covariance, in a tile of the fused kernel
 _TILE = 64  # rows and columns of a covariance that the update holds at a time
 
 
@@ -113,13 +112,21 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
     """Room for ``Products.partial``, ``Products.product`` and ``Products.own``."""
     num_classes, num_features = weight.shape
     fused = num_classes <= _CLASSES
-    parts = blocks(num_features, _ROWS) if fused else 1
+    parts = blocks(num_features, _rows(num_features, precision)) if fused else 1
     dtype = torch.float32 if fused or precision == "high" else torch.bfloat16
     return (
         weight.new_empty(slots, parts, num_classes),
         weight.new_empty(slots, num_classes, num_features, dtype=dtype),
         weight.new_empty(0 if fused else slots, num_features),
     )
+
+
+def _rows(num_features: int, precision: str) -> int:
+    """Rows of a covariance in a program of the fused kernel.
+
+    With few there are more programs, with many the weights are read less often.
+    """
+    return 32 if num_features <= (512 if precision == "high" else 1024) else 64
 
 
 def _multiply(
@@ -137,8 +144,7 @@ def _multiply(
     if not len(found.classes):
         return result
     if len(weight) <= _CLASSES:
-        precise = precision == "high"
-        _launch_fused(covariance, found, weight, result, first_class, count, precise=precise)
+        _launch_fused(covariance, found, weight, result, precision, first_class, count)
         return result
     num_classes, num_features = weight.shape
     slots, parts = len(found.own_classes), 3 if precision == "high" else 1
@@ -164,7 +170,7 @@ def _launch_squares(
 ) -> None:
     """Quadratic term from products with W, and the products with the own weight."""
     slots, num_classes, num_features = product.shape
-    _squares[(slots, blocks(num_classes, 16))](
+    _squares[(slots, blocks(num_classes, 8))](
         product,
         centred,
         classes,
@@ -173,7 +179,7 @@ def _launch_squares(
         num_classes,
         num_features,
         first_class,
-        classes_block=16,
+        classes_block=8,
         features_block=min(power_of_2(num_features), 256),
     )
 
@@ -221,22 +227,22 @@ def _launch_fused(
     found: Classes,
     weight: Tensor,
     result: Products,
+    precision: str,
     first_class: int,
     count: Tensor | None,
-    *,
-    precise: bool,
 ) -> None:
     """The fused kernel; with a count, it merges the batch."""
     num_classes, num_features = weight.shape
+    precise, rows_block = precision == "high", _rows(num_features, precision)
     classes_block = max(16, power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
     stride, width = _layout(covariance)
     # copies of single numbers are slow, and with one tile there is nothing to read ahead
     ahead = width % 16 == 0 and num_features > _COLUMNS
     columns_block = 32 if precise and ahead else _COLUMNS
-    stage = columns_block * (4 * _ROWS + (4 if precise else 2) * classes_block)  # bytes
+    stage = columns_block * (4 * rows_block + (4 if precise else 2) * classes_block)  # bytes
     stages = min(4 if precise else 3, _shared_memory(covariance.device) // stage) if ahead else 1
-    _update_and_multiply[(blocks(num_features, _ROWS), len(found.classes))](
+    _update_and_multiply[(blocks(num_features, rows_block), len(found.classes))](
         covariance,
         found.share if count is None else count,
         found.rows,
@@ -262,7 +268,7 @@ def _launch_fused(
         precise=precise,
         interpreted=not covariance.is_cuda,
         batch_rows=4 if len(found.rows) <= 3 * num_classes else 16,
-        rows_block=_ROWS,
+        rows_block=rows_block,
         columns_block=columns_block,
         classes_block=classes_block,
         num_warps=8 if classes_block > 128 else 4,

@@ -3,7 +3,6 @@
 The products are those of ``full.py``, in slots of classes.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -45,14 +44,13 @@ def weight_gradient(
     slots, num_classes, num_features = product.shape
     if not slots:
         return grad.new_zeros(num_classes, num_features)
-    others, table = grad.new_empty(2, slots, num_classes)  # gradients of the classes' rows
+    others = grad.new_empty(slots, num_classes)  # gradients of the classes' rows, 0 at the class
     block = power_of_2(num_classes)
     _sum_rows[(slots,)](
         grad.contiguous(),
         index.contiguous(),
         classes,
         others,
-        table,
         len(index),
         num_classes,
         first_class,
@@ -61,14 +59,13 @@ def weight_gradient(
     )
     result = grad.new_empty(num_classes, num_features)
     if len(own):
-        _launch_both_sums(others, table, product, own, slot, classes, result, first_class)
-        return torch.addmm(result, others.T, own, alpha=-1)
+        _launch_both_sums(others, product, own, classes, result, first_class)
+        return result
     # about 512 programs, to keep the GPU busy, and few rounds of each
     wanted = power_of_2(blocks(num_classes * num_features, 512))
     features_block = min(max(wanted, 64), 1024)
     _weight_gradient[(num_classes, blocks(num_features, features_block))](
         others,
-        table,
         product,
         slot,
         result,
@@ -87,23 +84,18 @@ def weight_gradient(
 
 
 def _launch_both_sums(
-    others: Tensor,
-    table: Tensor,
-    product: Tensor,
-    own: Tensor,
-    slot: Tensor,
-    classes: Tensor,
-    result: Tensor,
-    first_class: int,
+    others: Tensor, product: Tensor, own: Tensor, classes: Tensor, result: Tensor, first_class: int
 ) -> None:
     """Both sums of the gradient in one pass over products that are too many for a cache."""
     slots, num_classes, num_features = product.shape
-    classes_block, features_block = 64, 64
+    # one warp holds whole columns of a tile, so that it sums over rows without the others
+    classes_block, features_block = 8, 256
     parts = blocks(num_classes, classes_block)
     partial = result.new_empty(parts, slots, num_features)
     _both_sums[(parts, blocks(num_features, features_block))](
         others,
         product,
+        own,
         classes,
         partial,
         result,
@@ -113,19 +105,16 @@ def _launch_both_sums(
         slots_block=4,
         classes_block=classes_block,
         features_block=features_block,
-        num_warps=8,
+        num_warps=1,
     )
-    features_block = min(power_of_2(num_features), 512)
     _own_rows[(slots, blocks(num_features, features_block))](
-        table,
         partial,
-        own,
         classes,
         result,
         parts,
-        num_classes,
         num_features,
         first_class,
+        parts_block=16,
         features_block=features_block,
     )
 
@@ -164,14 +153,13 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     index,
     classes,
     others,
-    table,
     num_samples,
     num_classes,
     first_class,
     samples_block: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Sums over the samples of a class: at the class itself 0, and less the sum of the others."""
+    """Twice the sums over the samples of a class, and at the class itself 0."""
     label = tl.load(classes + tl.program_id(0))
     wanted = tl.where(label < 0, -(2**30), label + first_class)  # which no sample has
     column = tl.arange(0, block)
@@ -188,17 +176,13 @@ def _sum_rows(  # type: ignore[no-untyped-def]
             )
             total += tl.sum(tile, 0)
     place = tl.program_id(0).to(tl.int64) * num_classes + column
-    at_target = column == wanted
-    total = tl.where(at_target, 0.0, 2.0 * total)
+    total = tl.where(column == wanted, 0.0, 2.0 * total)
     tl.store(others + place, total, mask=column < num_classes)
-    total = tl.where(at_target, -tl.sum(total), total)
-    tl.store(table + place, total, mask=column < num_classes)
 
 
 @triton.jit
 def _weight_gradient(  # type: ignore[no-untyped-def]
     others,
-    table,
     product,
     slot,
     result,
@@ -226,7 +210,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
                 row = first + tl.arange(0, rows_block)
                 line = own * num_classes + row
                 total -= _weighted_sum(
-                    table, product, line, row < num_classes, column, inside, num_features
+                    others, product, line, row < num_classes, column, inside, num_features
                 )
     tl.store(result + other.to(tl.int64) * num_features + column, total, mask=inside)
 
@@ -250,6 +234,7 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
 def _both_sums(  # type: ignore[no-untyped-def]
     others,
     product,
+    own,
     classes,
     partial,
     result,
@@ -277,13 +262,16 @@ def _both_sums(  # type: ignore[no-untyped-def]
             mask=line_used[:, :, None] & inside[None, None, :],
             other=0.0,
         )
-        tile = tile.to(tl.float32) * factor[:, :, None]
+        own_mask = used[:, None] & inside[None, :]
+        own_place = place.to(tl.int64)[:, None] * num_features + column[None, :]
+        own_product = tl.load(own + own_place, mask=own_mask, other=0.0)
+        tile = (tile.to(tl.float32) - own_product[:, None, :]) * factor[:, :, None]
         total += tl.sum(tile, 0)
         piece = (tl.program_id(0) * slots + place).to(tl.int64)
         tl.store(
             partial + piece[:, None] * num_features + column[None, :],
             tl.sum(tile, 1),
-            mask=used[:, None] & inside[None, :],
+            mask=own_mask,
         )
     tl.store(
         result + row[:, None].to(tl.int64) * num_features + column[None, :],
@@ -294,30 +282,31 @@ def _both_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _own_rows(  # type: ignore[no-untyped-def]
-    table,
     partial,
-    own,
     classes,
     result,
     parts,
-    num_classes,
     num_features,
     first_class,
+    parts_block: tl.constexpr,
     features_block: tl.constexpr,
 ):
-    """Add to row c of the gradient what all j of its slot leave there."""
+    """Take from row c of the gradient what all j of its slot have got."""
     place = tl.program_id(0).to(tl.int64)
     label = tl.load(classes + place)
     if label < 0:
         return
-    row = label.to(tl.int64) + first_class
     column = tl.program_id(1) * features_block + tl.arange(0, features_block)
     inside = column < num_features
     total = tl.zeros((features_block,), dtype=tl.float32)
-    for part in range(parts):
+    for first in range(0, parts, parts_block):
+        part = first + tl.arange(0, parts_block)
         piece = part * tl.num_programs(0) + place
-        total += tl.load(partial + piece * num_features + column, mask=inside, other=0.0)
-    at_target = tl.load(table + place * num_classes + row)
-    total += at_target * tl.load(own + place * num_features + column, mask=inside, other=0.0)
-    line = result + row * num_features + column
+        tile = tl.load(
+            partial + piece[:, None] * num_features + column[None, :],
+            mask=(part < parts)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += tl.sum(tile, 0)
+    line = result + (label.to(tl.int64) + first_class) * num_features + column
     tl.store(line, tl.load(line, mask=inside, other=0.0) - total, mask=inside)
