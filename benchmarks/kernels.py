@@ -1,12 +1,14 @@
 """The pieces of the loss layer on a GPU: time, memory, and how far from the floor of bytes moved.
 
-The floor of a piece is what it must read and write at least, at the speed of a plain copy, which is
-measured first; statistics that fit into the GPU's cache can be faster. Every piece is timed with
+The floor of a piece is all it needs read once and written once, at the speed of a plain copy, which
+is measured first; statistics that fit into the GPU's cache can be faster, and so is an update that
+reads one half of a symmetric covariance. Every piece is timed with
 the kernels of :mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in
 a CUDA graph of several batches; the whole loss also eagerly, with ``--peer`` beside your local
-copies of the authors' files. Cross entropy, torch's own, is the yardstick of the loss: both are
-given logits; the authors' code computes its own. On a CPU, where there are no kernels, the calls
-are timed plainly.
+copies of the authors' files, and eagerly but graphed by ``torch.cuda.make_graphed_callables``.
+Cross entropy, torch's own, is the yardstick of the loss: both are given logits; the authors' code
+and the graphed loss compute their own. On a CPU, where there are no kernels, the calls are timed
+plainly.
 
     python benchmarks/kernels.py --out kernels.csv --plot kernels.png
     python benchmarks/kernels.py --table kernels.csv
@@ -62,7 +64,8 @@ SHAPES: tuple[Shape, ...] = (
     (256, 1000, 2048, "full"),
 )
 FLOORED = ("update", "quadratic", "update and quadratic")  # pieces that have a floor
-EAGER = ("loss, eager", "cross entropy, eager")
+GRAPHED = "loss, graphed"
+EAGER = ("loss, eager", GRAPHED, "cross entropy, eager")
 PIECES = (*FLOORED, "quadratic backward", "loss", "cross entropy", *EAGER)
 COLOURS = {"kernels": "#2a6f97", "functional form": "#e07a5f"}
 BATCHES = 8  # different ones, taken in turn
@@ -132,7 +135,7 @@ def copy_bandwidth(device: str, *, repeat: int) -> float:
 
 
 def floor_bytes(piece: str, shape: Shape, touched: float) -> float | None:
-    """Bytes that a piece must move at least, where a batch has samples of ``touched`` classes."""
+    """Bytes of all that a piece needs, read once and written once, for ``touched`` classes."""
     n, c, a, structure = shape
     state = a * a if structure == "full" else a  # numbers of Σ of a class
     merge = 2 * touched * (state + a) + n * a  # Σ and mean, both ways; features
@@ -166,25 +169,67 @@ def measure(row: Row, device: str, *, repeat: int, peer: Path | None = None) -> 
 
 
 def markdown(rows: list[Row]) -> str:
-    """Table for a page: a line for each shape and piece; of rows alike the last one counts."""
-    lines: dict[tuple[str, str, str], dict[str, Row]] = {}
+    """Tables for a page, of the pieces and of the losses; of rows alike the last one counts."""
+    found: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         shape, structure = f"{row.N}, {row.C}, {row.A}", f"{row.structure} {row.precision}".strip()
-        lines.setdefault((shape, structure, row.piece), {})[row.form] = row
-    peer = any(row.form == "authors' file" for row in rows)
-    head = ["N, C, A", "covariance", "piece", "kernels", "of copy bandwidth", "× floor"]
-    head += ["functional form", "× floor", "functional ÷ kernels", *["authors' file"] * peer]
+        found.setdefault((shape, structure), {})[row.piece, row.form] = row
+    tables = [_pieces_table(found), _losses_table(found)]
+    return "\n\n".join("\n".join(table) for table in tables if len(table) > 2)
+
+
+def _pieces_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> list[str]:
+    """Lines of a table of the pieces that have a floor."""
+    head = [
+        "N, C, A",
+        "covariance",
+        "piece",
+        "read and written once",
+        "kernels",
+        "of copy bandwidth",
+    ]
+    head += ["× floor", "functional form", "÷ kernels"]
     table = [f"| {' | '.join(head)} |", "|---|---|---|" + "---:|" * (len(head) - 3)]
-    for key, found in lines.items():
-        fast, plain = found.get("kernels"), found.get("functional form")
-        share = f"{100 * fast.bandwidth_share:.0f} %" if fast and fast.bandwidth_share else ""
-        ratio = ""
-        if fast and plain and fast.microseconds and plain.microseconds:
-            ratio = f"{plain.microseconds / fast.microseconds:.1f}×"
-        cells = [*key, _cell(fast), share, _multiple(fast), _cell(plain), _multiple(plain), ratio]
-        cells += [_cell(found.get("authors' file"))] * peer
-        table.append(f"| {' | '.join(cells)} |")
-    return "\n".join(table)
+    for key, cells in found.items():
+        for piece in FLOORED:
+            fast, plain = cells.get((piece, "kernels")), cells.get((piece, "functional form"))
+            either = fast or plain
+            if either is None:
+                continue
+            moved = f"{three_digits(either.floor_bytes / 1e6)} MB" if either.floor_bytes else ""
+            share = f"{100 * fast.bandwidth_share:.0f} %" if fast and fast.bandwidth_share else ""
+            ratio = ""
+            if fast and plain and fast.microseconds and plain.microseconds:
+                ratio = f"{plain.microseconds / fast.microseconds:.1f}×"
+            line = [*key, piece, moved, _cell(fast), share, _multiple(fast), _cell(plain), ratio]
+            table.append(f"| {' | '.join(line)} |")
+    return table
+
+
+def _losses_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> list[str]:
+    """Lines of a table of the whole loss, a line for each shape."""
+    columns = {
+        "backward of the quadratic term": ("quadratic backward", "kernels"),
+        "loss": ("loss", "kernels"),
+        "cross entropy": ("cross entropy", "functional form"),
+        "loss, eager": ("loss, eager", "kernels"),
+        "loss, graphed": (GRAPHED, "kernels"),
+        "cross entropy, eager": ("cross entropy, eager", "functional form"),
+        "functional form, eager": ("loss, eager", "functional form"),
+        "authors' file, eager": ("loss, eager", "authors' file"),
+    }
+    used = [
+        title for title, case in columns.items() if any(case in cells for cells in found.values())
+    ]
+    table = [
+        f"| {' | '.join(['N, C, A', 'covariance', *used])} |",
+        "|---|---|" + "---:|" * len(used),
+    ]
+    for key, cells in found.items():
+        line = [_cell(cells.get(columns[title])) for title in used]
+        if any(line):
+            table.append(f"| {' | '.join([*key, *line])} |")
+    return table
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -265,7 +310,8 @@ def _cases(options: argparse.Namespace, peers: Collection[str]) -> Iterator[Row]
     for n, c, a, structure in options.shapes:
         precision = options.precision if structure == "full" else ""
         for piece in options.pieces:
-            forms = ["kernels"] * (not piece.startswith("cross entropy")) + ["functional form"]
+            forms = ["kernels"] * (not piece.startswith("cross entropy"))
+            forms += ["functional form"] * (piece != GRAPHED)
             forms += ["authors' file"] * (piece == "loss, eager" and structure in peers)
             for form in forms:
                 row = Row(device, torch.__version__, piece, form, n, c, a, structure, precision)
@@ -315,6 +361,13 @@ def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Cal
     )
     for x, y in batches:
         estimator.update(x, y)
+    if row.piece == GRAPHED:
+        ours = isda.ISDALoss(row.A, row.C, lambda_0=0.5, total_steps=2, covariance=estimator)
+        leaves = [(_leaf(x), y) for x, y in batches]
+        if head.weight.is_cuda:
+            features, target = leaves[0]
+            torch.cuda.make_graphed_callables(ours, (features, head.weight, target))
+        return [partial(_graphed, ours, x, head.weight, y) for x, y in leaves]
     if row.piece.startswith("loss"):
         ours = isda.ISDALoss(row.A, row.C, lambda_0=0.5, covariance=estimator)
         return [partial(_loss, ours, x, head.weight, y, _leaf(head(x))) for x, y in batches]
@@ -343,6 +396,10 @@ def _loss(
 ) -> None:
     value = criterion(features, weight, target, logits=logits, progress=0.5)
     torch.autograd.grad(value, (logits, weight))
+
+
+def _graphed(criterion: isda.ISDALoss, features: Tensor, weight: Tensor, target: Tensor) -> None:
+    torch.autograd.grad(criterion(features, weight, target), (features, weight))
 
 
 def _peer(
