@@ -201,7 +201,8 @@ def _launch_update(
     slots, num_features = len(found.classes), covariance.shape[1]
     if not slots:
         return
-    _update[(blocks(num_features, _TILE), slots)](
+    side = blocks(num_features, _TILE)
+    _update[(side * (side + 1) // 2, slots)](
         covariance,
         found.share if count is None else count,
         found.rows,
@@ -218,7 +219,6 @@ def _launch_update(
         many=_has_many(found),
         parts=0 if copies is None else copies.shape[1] // num_features,
         block=_TILE,
-        num_warps=8,
     )
 
 
@@ -395,44 +395,47 @@ def _update(  # type: ignore[no-untyped-def]
     parts: tl.constexpr,
     block: tl.constexpr,
 ):
-    """Read the tiles on and below the diagonal; write those above as their mirror."""
+    """Read a tile on or below the diagonal; write it and its mirror above."""
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
-    own = tl.num_programs(0) - 1 - tl.program_id(0)  # block of rows; the longest come first
-    row = own * block + tl.arange(0, block)
+    # tiles are counted row by row: 0; 1, 2; 3, 4, 5; …
+    tile_number = tl.program_id(0)
+    below = ((tl.sqrt(8.0 * tile_number + 1.0) - 1.0) / 2.0).to(tl.int32)
+    below = tl.where(below * (below + 1) // 2 > tile_number, below - 1, below)  # if it was rounded
+    below = tl.where((below + 1) * (below + 2) // 2 <= tile_number, below + 1, below)
+    beside = tile_number - below * (below + 1) // 2
+    row = below * block + tl.arange(0, block)
+    column = beside * block + tl.arange(0, block)
+    tile_row = _tile_row(covariance, label, row, num_features, stride)
+    mask = (row < num_features)[:, None] & (column < width)[None, :]
+    tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
     if merge:
         number = tl.load(batch_count + label)
-        if own == 0:
+        if tile_number == 0:
             tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
         keep = 1.0 - tl.load(share + label)
         line = rows + tl.load(start + label).to(tl.int64) * rows_stride
+        tile = _merge(tile * keep, line, 0, number + 1, row, column, rows_stride, many)
+        tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
     place = tl.load(slot + label).to(tl.int64)
     height = tl.where(place >= 0, num_features, 0)  # of copies; 0: no own sample
     part = tl.cast(num_features, tl.int64) * num_features
     copy = copies + place * parts * part
-    tile_row = _tile_row(covariance, label, row, num_features, stride)
-    copy_row = copy + row[:, None].to(tl.int64) * num_features
-    for other in range(own + 1):
-        column = other * block + tl.arange(0, block)
-        mask = (row < num_features)[:, None] & (column < width)[None, :]
-        tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
+    if parts > 0:
+        mask = (row < height)[:, None] & (column < num_features)[None, :]
+        copy_row = copy + row[:, None].to(tl.int64) * num_features
+        _store_parts(copy_row + column[None, :], tile, mask, part, parts)
+    if beside < below:
+        mirror = tl.trans(tile)
         if merge:
-            tile = _merge(tile * keep, line, 0, number + 1, row, column, rows_stride, many)
-            tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
+            mask = (column < num_features)[:, None] & (row < width)[None, :]
+            mirror_row = _tile_row(covariance, label, column, num_features, stride)
+            tl.store(mirror_row + row[None, :], mirror, mask=mask)
         if parts > 0:
-            mask = (row < height)[:, None] & (column < num_features)[None, :]
-            _store_parts(copy_row + column[None, :], tile, mask, part, parts)
-        if other < own:
-            mirror = tl.trans(tile)
-            if merge:
-                mask = (column < num_features)[:, None] & (row < width)[None, :]
-                mirror_row = _tile_row(covariance, label, column, num_features, stride)
-                tl.store(mirror_row + row[None, :], mirror, mask=mask)
-            if parts > 0:
-                mask = (column < height)[:, None] & (row < num_features)[None, :]
-                mirror_row = copy + column[:, None].to(tl.int64) * num_features
-                _store_parts(mirror_row + row[None, :], mirror, mask, part, parts)
+            mask = (column < height)[:, None] & (row < num_features)[None, :]
+            mirror_row = copy + column[:, None].to(tl.int64) * num_features
+            _store_parts(mirror_row + row[None, :], mirror, mask, part, parts)
 
 
 @triton.jit

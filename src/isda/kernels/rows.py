@@ -3,6 +3,7 @@
 The products are those of ``full.py``, in slots of classes.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,7 +61,7 @@ def weight_gradient(
     result = grad.new_empty(num_classes, num_features)
     if len(own):
         _launch_both_sums(others, product, own, classes, result, first_class)
-        return result
+        return torch.addmm(result, others.T, own, alpha=-1)  # W Σ_c less w_c Σ_c
     # about 512 programs, to keep the GPU busy, and few rounds of each
     wanted = power_of_2(blocks(num_classes * num_features, 512))
     features_block = min(max(wanted, 64), 1024)
@@ -95,7 +96,6 @@ def _launch_both_sums(
     _both_sums[(parts, blocks(num_features, features_block))](
         others,
         product,
-        own,
         classes,
         partial,
         result,
@@ -107,15 +107,19 @@ def _launch_both_sums(
         features_block=features_block,
         num_warps=1,
     )
-    _own_rows[(slots, blocks(num_features, features_block))](
+    _own_rows[(slots, blocks(num_features, 512))](
+        others,
         partial,
+        own,
         classes,
         result,
         parts,
+        num_classes,
         num_features,
         first_class,
+        classes_block=power_of_2(num_classes),
         parts_block=16,
-        features_block=features_block,
+        features_block=512,
     )
 
 
@@ -234,7 +238,6 @@ def _weighted_sum(  # type: ignore[no-untyped-def]
 def _both_sums(  # type: ignore[no-untyped-def]
     others,
     product,
-    own,
     classes,
     partial,
     result,
@@ -262,16 +265,13 @@ def _both_sums(  # type: ignore[no-untyped-def]
             mask=line_used[:, :, None] & inside[None, None, :],
             other=0.0,
         )
-        own_mask = used[:, None] & inside[None, :]
-        own_place = place.to(tl.int64)[:, None] * num_features + column[None, :]
-        own_product = tl.load(own + own_place, mask=own_mask, other=0.0)
-        tile = (tile.to(tl.float32) - own_product[:, None, :]) * factor[:, :, None]
+        tile = tile.to(tl.float32) * factor[:, :, None]
         total += tl.sum(tile, 0)
         piece = (tl.program_id(0) * slots + place).to(tl.int64)
         tl.store(
             partial + piece[:, None] * num_features + column[None, :],
             tl.sum(tile, 1),
-            mask=own_mask,
+            mask=used[:, None] & inside[None, :],
         )
     tl.store(
         result + row[:, None].to(tl.int64) * num_features + column[None, :],
@@ -282,12 +282,16 @@ def _both_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _own_rows(  # type: ignore[no-untyped-def]
+    others,
     partial,
+    own,
     classes,
     result,
     parts,
+    num_classes,
     num_features,
     first_class,
+    classes_block: tl.constexpr,
     parts_block: tl.constexpr,
     features_block: tl.constexpr,
 ):
@@ -298,7 +302,10 @@ def _own_rows(  # type: ignore[no-untyped-def]
         return
     column = tl.program_id(1) * features_block + tl.arange(0, features_block)
     inside = column < num_features
-    total = tl.zeros((features_block,), dtype=tl.float32)
+    other = tl.arange(0, classes_block)
+    factor = tl.load(others + place * num_classes + other, mask=other < num_classes, other=0.0)
+    own_product = tl.load(own + place * num_features + column, mask=inside, other=0.0)
+    total = -tl.sum(factor) * own_product
     for first in range(0, parts, parts_block):
         part = first + tl.arange(0, parts_block)
         piece = part * tl.num_programs(0) + place
