@@ -53,6 +53,15 @@ def same(one: dict | None, other: dict) -> bool:
     )  # fmt: skip
 
 
+def test_commit_of_a_copy_is_the_one_given(monkeypatch):
+    monkeypatch.setenv("ISDA_COMMIT", "abc")
+    runs._commit.cache_clear()
+    assert runs.environment()["commit"] == "abc"
+    monkeypatch.delenv("ISDA_COMMIT")
+    runs._commit.cache_clear()
+    assert runs.environment()["commit"] != "abc"
+
+
 def test_config_round_trip(run, tmp_path):
     assert run.folder == tmp_path / "digits-resnet8-isda" / "3"
     again = Run(run.folder)

@@ -297,8 +297,10 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 def _commit() -> str | None:
     """Commit of the checkout this file is tracked in, ``-dirty`` with changes.
 
-    Elsewhere what the environment variable ISDA_COMMIT says, for a copy that git does not know.
+    The environment variable ISDA_COMMIT overrules it, for a copy that git does not know.
     """
+    if "ISDA_COMMIT" in os.environ:
+        return os.environ["ISDA_COMMIT"]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -308,7 +310,7 @@ def _commit() -> str | None:
         git("ls-files", "--error-unmatch", Path(__file__).name)
         return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("ISDA_COMMIT")
+        return None
 
 
 def _write_config(
