@@ -1,14 +1,13 @@
 """The pieces of the loss layer on a GPU: time, memory, and how far from the floor of bytes moved.
 
 The floor of a piece is all it needs read once and written once, at the speed of a plain copy, which
-is measured first; statistics that fit into the GPU's cache can be faster, and so is an update that
-reads one half of a symmetric covariance. Every piece is timed with
-the kernels of :mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in
-a CUDA graph of several batches; the whole loss also eagerly, with ``--peer`` beside your local
-copies of the authors' files, and eagerly but graphed by ``torch.cuda.make_graphed_callables``.
-Cross entropy, torch's own, is the yardstick of the loss: both are given logits; the authors' code
-and the graphed loss compute their own. On a CPU, where there are no kernels, the calls are timed
-plainly.
+is measured first; statistics that fit into the GPU's cache can be faster, and so can an update that
+reads one half of a symmetric covariance. Every piece is timed with the kernels of
+:mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in a CUDA graph of
+several batches; the whole loss also eagerly, with ``--peer`` beside your local copies of the
+authors' files, and graphed by ``torch.cuda.make_graphed_callables``. Cross entropy, torch's own, is
+the yardstick of the loss: both are given logits; the authors' code and the graphed loss compute
+their own. On a CPU, where there are no kernels, the calls are timed plainly.
 
     python benchmarks/kernels.py --out kernels.csv --plot kernels.png
     python benchmarks/kernels.py --table kernels.csv
@@ -180,15 +179,8 @@ def markdown(rows: list[Row]) -> str:
 
 def _pieces_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> list[str]:
     """Lines of a table of the pieces that have a floor."""
-    head = [
-        "N, C, A",
-        "covariance",
-        "piece",
-        "read and written once",
-        "kernels",
-        "of copy bandwidth",
-    ]
-    head += ["× floor", "functional form", "÷ kernels"]
+    head = ["N, C, A", "covariance", "piece", "read and written once", "kernels"]
+    head += ["of copy bandwidth", "× floor", "functional form", "÷ kernels"]
     table = [f"| {' | '.join(head)} |", "|---|---|---|" + "---:|" * (len(head) - 3)]
     for key, cells in found.items():
         for piece in FLOORED:
