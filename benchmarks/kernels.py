@@ -3,8 +3,8 @@
 The floor of a piece is all it needs read once and written once, at the speed of a plain copy, which
 is measured first; statistics that fit into the GPU's cache can be faster, and so can an update that
 reads one half of a symmetric covariance. Every piece is timed with the kernels of
-:mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in a CUDA graph of
-several batches; the whole loss also eagerly, with ``--peer`` beside your local copies of the
+:mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in a CUDA graph
+of several batches; the whole loss also eagerly, with ``--peer`` beside your local copies of the
 authors' files, and graphed by ``torch.cuda.make_graphed_callables``. Cross entropy, torch's own, is
 the yardstick of the loss: both are given logits; the authors' code and the graphed loss compute
 their own. On a CPU, where there are no kernels, the calls are timed plainly.
