@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from PIL import Image
 
@@ -272,8 +274,8 @@ def test_resume_on_other_images(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("metrics.jsonl", "[1, 2]\n", "line 1 is not the record of an epoch"),
-        ("metrics.jsonl", "{}\n", "line 1 is not the record of an epoch"),
+        ("metrics.jsonl", "[1, 2]\n", "line 1 is not the record of epoch 0"),
+        ("metrics.jsonl", "{}\n", "line 1 is not the record of epoch 0"),
         ("metrics.jsonl", '{"epoch": 0, "test_error": "x"}\n', "line 1 is not the record"),
         ("config.json", "[]", "is not the record of a run"),
     ],
@@ -434,20 +436,27 @@ def test_report_of_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["report", "--page", "report.html"]) == 0
     printed = capsys.readouterr().out
-    means: dict[str, list[float]] = {}
+    raw: dict[str, list[list[float]]] = {}  # by metric, of both methods, of both seeds
     for key in ("test_error", "test_loss", "test_ece"):
         for method in ("ce", "isda"):
             files = [Path(f"runs/digits-resnet8-{method}/{seed}/metrics.jsonl") for seed in (0, 1)]
             last = [file.read_text().splitlines()[-10:] for file in files]
-            values = [json.loads(line)[key] for lines in last for line in lines]
-            means.setdefault(key, []).append(sum(values) / 20)
-    difference = means["test_error"][1] - means["test_error"][0]
+            raw.setdefault(key, []).append(
+                [float(np.mean([json.loads(line)[key] for line in lines])) for lines in last]
+            )
+    errors = raw["test_error"]
+    interval = scipy.stats.ttest_rel(errors[1], errors[0]).confidence_interval(0.95)
     page = Path("report.html").read_text(encoding="utf-8")
     rows = [row for row in cells_of(page) if row[0] == "digits-resnet8-isda"]
     assert len(rows) == 1
-    assert rows[0][3].replace("−", "-").startswith(f"{difference:+z.2f} (")
-    assert rows[0][5] == " → ".join(f"{value:.3f}" for value in means["test_loss"])
-    assert rows[0][6] == " → ".join(f"{100 * value:.2f}" for value in means["test_ece"])
+    assert rows[0][3].replace("−", "-") == (
+        f"{np.mean(errors[1]) - np.mean(errors[0]):+z.2f} "
+        f"({interval.low:+z.2f} to {interval.high:+z.2f})"
+    )
+    spreads = (f"{np.mean(side):.2f} ± {np.std(side, ddof=1):.2f}" for side in errors)
+    assert rows[0][5] == " → ".join(spreads)
+    assert rows[0][6] == " → ".join(f"{np.mean(side):.3f}" for side in raw["test_loss"])
+    assert rows[0][7] == " → ".join(f"{100 * np.mean(side):.2f}" for side in raw["test_ece"])
     assert all(cell in printed for cell in rows[0])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from isda.experiments.comparison import signed
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import RECIPES, Recipe, get_recipe
 from isda.experiments.report import (
@@ -30,10 +31,18 @@ CE, ISDA = "digits-resnet8-ce", "digits-resnet8-isda"
 
 
 def make_run(
-    out: Path, name: str, seed: int, error: float, *, epochs: int | None = None, **changes
+    out: Path,
+    name: str,
+    seed: int,
+    error: float,
+    *,
+    epochs: int | None = None,
+    start: str | None = None,
+    **changes,
 ) -> Run:
     """A run whose test error falls from 90 to about ``error``."""
-    recipe: Recipe = dataclasses.replace(get_recipe(name), **changes)
+    begun = get_recipe(start or name.partition("+")[0])
+    recipe: Recipe = dataclasses.replace(begun, **changes)
     run = Run.create(out, name, recipe, seed)
     noise = np.random.default_rng(seed)
     for epoch in range(recipe.epochs if epochs is None else epochs):
@@ -139,6 +148,14 @@ def test_one_seed_and_unpaired_seeds(tmp_path):
     assert f"(95 % interval {interval.low:.2f} to {interval.high:.2f}, 2 and 2 seeds)" in words
 
 
+def test_a_seed_without_a_partner_is_left_out_and_named(out):
+    expected = expected_numbers(out)[2]
+    make_run(out, CE, 3, 40.0)
+    result = comparison(load_runs(out), CE, ISDA)
+    assert signed(result.difference) == expected
+    assert sentence(result).endswith("3 paired seeds; without 3, which one side lacks)")
+
+
 def test_unfinished_runs_are_left_out_and_counted(out):
     make_run(out, ISDA, 7, 1.0, epochs=12)
     result = comparison(load_runs(out), CE, ISDA)
@@ -153,7 +170,7 @@ def test_runs_that_must_not_be_mixed(out, tmp_path):
     with pytest.raises(InputError, match="differ in lambda_0"):
         comparison(load_runs(tmp_path), CE, ISDA)
     make_run(tmp_path / "twice", CE, 0, 30.0, compile=True)
-    with pytest.raises(InputError, match="same seed"):
+    with pytest.raises(InputError, match=r"same seed: .*runs/.*, .*twice/"):
         comparison([*load_runs(out), *load_runs(tmp_path / "twice")], CE, ISDA)
 
 
@@ -369,7 +386,8 @@ def naive_row(folder: Path, method: str) -> list[str]:
     text = f"{change:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})".replace("-", "−")
     significant = scipy.stats.ttest_rel(other, one).pvalue < 0.05
     word = ("lower" if change < 0 else "higher") if significant else "not significant"
-    return [text, word, "0.510 → 0.510", "3.10 → 3.10", "3"]
+    errors = " → ".join(naive_cell(folder, name)[:-4] for name in ("ce", method))
+    return [text, word, errors, "0.510 → 0.510", "3.10 → 3.10", "3"]
 
 
 def naive_cell(folder: Path, method: str) -> str:
@@ -396,7 +414,11 @@ def test_report_equals_the_raw_records(records):
     assert by_title["ISDA"][0][1:3] == ["6.33 ± 0.19", cells["isda"]]
     assert sum(row.count("·") for row in rows) == 114 - 5
     assert "5 of the 114 cells" in text
-    assert "1 finds a significantly lower error, 1 finds no significant difference" in text
+    assert (
+        "Of 2 comparisons of ISDA with a baseline, 1 finds a significantly lower error, 1 has too "
+        "few seeds for an interval. The one comparison of other methods with a baseline finds no "
+        "significant difference." in text
+    )
     assert f"* {FIRST}-focal: The difference is not significant at 3 seeds: Focal loss " in text
     assert "Left out because unfinished: 1." in text
     assert [ISDA, "ce", "–", "−1.00", "too few seeds"] in [row[:5] for row in rows]
@@ -425,6 +447,36 @@ def test_report_page(records, tmp_path):
     assert len(page.ids) == len(set(page.ids))
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
     assert set(re.findall(r"var\((--[a-z]+)\)", text)) == set(re.findall(r"(--[a-z]+):", text))
+
+
+def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
+    """A λ₀ that was searched for, smaller batches, a loss beside ISDA; by recipe, not by name."""
+    searched = f"{FIRST}-isda+lambda_0=0.25"
+    small = {"batch_size": 16}
+    for seed in range(2):
+        make_run(tmp_path, f"{FIRST}-ce", seed, 6.8)
+        for name, changes in (
+            (searched, {"lambda_0": 0.25}),
+            (f"{CE}+batch_size=16", small),
+            (f"{ISDA}+batch_size=16", small),
+            ("digits-resnet8-focal+batch_size=16", {**small, "start": CE, "method": "focal"}),
+            (f"{ISDA}+lambda_0=2.0", {"lambda_0": 2.0}),  # of no baseline
+        ):
+            make_run(tmp_path, name, seed, 6.0 + len(name) / 100, **changes)
+    text = report_markdown(load_runs(tmp_path))
+    rows = [
+        line.split("|") for line in text.partition("## Beyond")[2].splitlines() if "| ce" in line
+    ]
+    assert [row[1].strip() for row in rows] == [
+        searched,
+        "digits-resnet8-focal+batch_size=16",
+        f"{ISDA}+batch_size=16",
+    ]
+    assert all("→ 6." in row[6] for row in rows)
+    assert "belong to no cell and no comparison: 2." in text
+    write_report_page(tmp_path / "report.html", load_runs(tmp_path))
+    assert searched in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert f"`{searched}`" in markdown_table(load_runs(tmp_path), FIRST)
 
 
 def test_report_of_nothing(tmp_path):

@@ -62,6 +62,39 @@ def test_commit_of_a_copy_is_the_one_given(monkeypatch):
     assert runs.environment()["commit"] != "abc"
 
 
+@pytest.mark.parametrize(
+    "change", [{"name": 5}, {"seed": "0"}, {"environments": ["x"]}, {"environments": []}]
+)
+def test_a_record_of_another_kind_is_refused(run, change):
+    path = run.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(
+        InputError, match=rf"config.json is not the record of a run: .*{next(iter(change))}"
+    ):
+        Run(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        ([line(0), line(1), line(1)], 3),  # twice
+        ([line(0), line(2)], 2),  # one is missing
+        ([line(epoch) for epoch in range(13)], 13),  # more than the recipe has
+        ([line(0), {"epoch": 1, "test_error": float("nan")}], 2),
+    ],
+)
+def test_epochs_that_do_not_follow_one_another(run, lines, wrong):
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    with pytest.raises(InputError, match=f"damaged: line {wrong} is not the record of epoch"):
+        summary(run)
+
+
+def test_metrics_that_cannot_be_read(run):
+    (run.folder / "metrics.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"metrics.jsonl is damaged: .*directory"):
+        summary(run)
+
+
 def test_config_round_trip(run, tmp_path):
     assert run.folder == tmp_path / "digits-resnet8-isda" / "3"
     again = Run(run.folder)

@@ -28,6 +28,7 @@ __all__ = [
     "create_side",
     "environments",
     "page",
+    "pair_up",
     "same_training",
     "sentence",
     "signed",
@@ -123,6 +124,18 @@ def compare(baseline: Side, method: Side) -> Comparison:
     return Comparison(baseline, method, difference(baseline.errors, method.errors))
 
 
+def pair_up(sides: Iterable[Side]) -> list[Comparison]:
+    """Every method beside the plain cross entropy of the same training, where both were run."""
+    sides = list(sides)
+    return [
+        compare(baseline, method)
+        for method in sides
+        if method.recipe.method != "ce"
+        for baseline in sides
+        if same_training(baseline.recipe, method.recipe.baseline())
+    ]
+
+
 def create_side(runs: Iterable[Run], name: str) -> Side:
     """Finished runs of that name; raises as ``comparison`` does."""
     own = [(run, summary(run)) for run in runs if run.name == name]
@@ -134,9 +147,13 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
         if not same_training(run.recipe, first.recipe):
             fields = ", ".join(differing_fields(run.recipe, first.recipe))
             raise InputError(f"{run.folder} and {first.folder} differ in {fields}")
-    by_seed = {run.seed: run for run, _ in finished}
-    if len(by_seed) < len(finished):
-        raise InputError(f"two runs of {name!r} have the same seed")
+    by_seed: dict[int, Run] = {}
+    for run, _ in finished:
+        twin = by_seed.setdefault(run.seed, run)
+        if twin is not run:
+            raise InputError(
+                f"two runs of {name!r} have the same seed: {twin.folder}, {run.folder}"
+            )
     results = {run.seed: result for run, result in finished}
     return Side(name, first.recipe, by_seed, results, len(own) - len(finished))
 
@@ -154,6 +171,9 @@ def sentence(result: Comparison) -> str:
         seeds = f"{counts[0]} paired seeds" if counts[0] > 1 else "1 seed"
     else:
         seeds = f"{counts[0]} and {counts[1]} seeds"
+    if result.difference.without:
+        lacking = ", ".join(map(str, result.difference.without))
+        seeds += f"; without {lacking}, which one side lacks"
     points = f"{abs(change):.2f}"
     verb = "lowers" if change > 0 else "raises"
     effect = f"{result.method.label} {verb} the {result.split} error by {points} points"
@@ -164,7 +184,7 @@ def sentence(result: Comparison) -> str:
     low, high = sorted((-interval[0], -interval[1]) if change > 0 else interval)
     effect += _minus(f" (95 % interval {low:z.2f} to {high:z.2f}, {seeds})")
     if not result.difference.significant:
-        at = seeds.replace("paired ", "")
+        at = seeds.partition(";")[0].replace("paired ", "")
         return f"the difference is not significant at {at}: {effect}"
     return effect
 

@@ -52,10 +52,11 @@ def curves(
         last = 2
         for line in lines:
             records = [run.metrics() for run in line.runs]
-            epochs = list(zip(*([epoch[key] for epoch in run] for run in records), strict=True))
-            mean = [sum(values) / len(values) for values in epochs]
+            values = ([epoch.get(key, math.nan) for epoch in run] for run in records)
+            epochs = list(zip(*values, strict=True))
+            mean = [sum(seeds) / len(seeds) for seeds in epochs]
             x = range(1, len(epochs) + 1)
-            low, high = ([pick(values) for values in epochs] for pick in (min, max))
+            low, high = ([pick(seeds) for seeds in epochs] for pick in (min, max))
             if band:
                 axes.fill_between(x, low, high, color=line.colour, alpha=0.2, linewidth=0)
             axes.plot(x, mean, color=line.colour, linewidth=1.6, label=line.label)

@@ -19,8 +19,10 @@ from isda.experiments.comparison import (
     Side,
     comparison,
     comparison_table,
+    create_side,
     environments,
     page,
+    pair_up,
     same_training,
     sentence,
     signed,
@@ -31,7 +33,7 @@ from isda.experiments.curves import BASELINE, METHOD, OTHERS, Line, curves
 from isda.experiments.errors import InputError
 from isda.experiments.layout import DASH, NAMES, TABLES, cell_recipes
 from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import RECIPES, baseline_of
+from isda.experiments.recipes import RECIPES
 from isda.experiments.runs import LAST_EPOCHS, Run, export, load_runs, summary, write_text
 from isda.experiments.statistics import estimate
 from isda.experiments.tables import (
@@ -127,18 +129,16 @@ def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
         runs: run records.
         prefix: beginning of the names of the recipes to show, such as ``cifar100-``.
     """
-    runs = list(runs)
-    names = sorted({run.name for run in runs if run.name.startswith(prefix)})
-    methods = [name for name in names if name.endswith("isda") and baseline_of(name) in names]
-    if not methods:
+    own = [run for run in runs if run.name.startswith(prefix)]
+    results = [one for one in pair_up(_sides(own)) if one.method.recipe.method == "isda"]
+    if not results:
         raise InputError(f"no records of an ISDA recipe {prefix}… and of its baseline")
     rows = []
-    for name in sorted(methods, key=_order):
-        result = comparison(runs, baseline_of(name), name)
+    for result in sorted(results, key=lambda result: _order(result.method.name)):
         paper = [str(PUBLISHED.get(side.name, DASH)) for side in result.sides]
         ours = [side.result for side in result.sides]
         count = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
-        rows.append([f"`{name}`", *paper, *ours, signed(result.difference), count])
+        rows.append([f"`{result.method.name}`", *paper, *ours, signed(result.difference), count])
     header = ["recipe", "paper: baseline", "paper: ISDA", "ours: baseline", "ours: ISDA"]
     header += ["difference (95 % interval)", "seeds"]
     return markdown_rows(header, rows, pad=False)
@@ -215,7 +215,7 @@ class _Found:
     """Comparisons of the paper's tables, each once."""
 
     others: list[Comparison]
-    """ISDA against its baseline in other recipes."""
+    """Methods against their baseline in other recipes, such as those with another λ₀."""
 
     outside: int
     """Finished runs that belong to no cell and no comparison."""
@@ -240,12 +240,18 @@ class _Found:
         words = [
             f"{run} of the {len(cells)} cells of Tables 1 to 5 that a recipe trains have been run."
         ]
-        verdicts = Counter(verdict(result.difference) for result in self.results)
-        if verdicts:
+        results = [*self.results, *self.others]
+        isda = [result for result in results if result.method.recipe.method == "isda"]
+        others = [result for result in results if result not in isda]
+        for subject, own in (("ISDA", isda), ("other methods", others)):
+            verdicts = Counter(verdict(result.difference) for result in own)
             found = [f"{count} {_VERDICTS[word][count > 1]}" for word, count in verdicts.items()]
-            total = f"Of {len(self.results)} comparisons with a baseline, {', '.join(found)}."
-            one = f"The one comparison with a baseline {found[0].removeprefix('1 ')}."
-            words.append(one if len(self.results) == 1 else total)
+            if len(own) == 1:
+                found = [f"The one comparison of {subject} with a baseline {found[0][2:]}."]
+            elif own:
+                total = f"Of {len(own)} comparisons of {subject} with a baseline"
+                found = [f"{total}, {', '.join(found)}."]
+            words += found
         if self.unfinished:
             words.append(f"Left out because unfinished: {self.unfinished}.")
         if self.outside:
@@ -264,16 +270,20 @@ def _found(runs: Iterable[Run]) -> _Found:
                 table_of[result.method.name] = table.number
                 results.append(result)
     finished = [run for run in runs if summary(run).finished]
-    names = {run.name for run in finished}
     in_tables = {cell.recipe for table in TABLES.values() for cell in table.cells}
-    others = [
-        comparison(finished, baseline_of(name), name)
-        for name in sorted(names - in_tables)
-        if name.endswith("isda") and baseline_of(name) in names - in_tables
-    ]
-    used = sum(len(side.runs) for side in sides.values() if side.name in in_tables)
-    used += sum(len(side.runs) for result in others for side in result.sides)
-    return _Found(sides, table_of, results, others, len(finished) - used, len(runs) - len(finished))
+    others = [one for one in pair_up(_sides(finished)) if one.method.name not in in_tables]
+    used = {run.folder for side in sides.values() if side.name in in_tables
+            for run in side.runs.values()}  # fmt: skip
+    used |= {run.folder for one in others for side in one.sides for run in side.runs.values()}
+    return _Found(
+        sides, table_of, results, others, len(finished) - len(used), len(runs) - len(finished)
+    )
+
+
+def _sides(runs: Iterable[Run]) -> list[Side]:
+    """The finished runs of every name, in the order of the names."""
+    runs = [run for run in runs if summary(run).finished]
+    return [create_side(runs, name) for name in sorted({run.name for run in runs})]
 
 
 # The paper's curve figures: title, table and cell that train what they show.

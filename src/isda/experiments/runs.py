@@ -8,6 +8,7 @@ line, before the checkpoint that covers them, and cut back to it on resume.
 import contextlib
 import functools
 import json
+import math
 import os
 import platform
 import shutil
@@ -61,8 +62,10 @@ class Run:
             self.seed: int = config["seed"]
             self.recipe = Recipe.from_dict(config["recipe"])
             self.environments: list[dict[str, Any]] = config["environments"]
-            if not isinstance(self.seed, int) or not self.environments:
-                raise KeyError("seed or environments")
+            if not (isinstance(self.name, str) and isinstance(self.seed, int)):
+                raise TypeError(f"name {self.name!r}, seed {self.seed!r}")
+            if not self.environments or not all(isinstance(e, dict) for e in self.environments):
+                raise TypeError(f"environments {self.environments!r}")
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
             raise InputError(f"{path} is not the record of a run: {error!r}") from error
         except InputError as error:
@@ -129,16 +132,21 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Metrics of all epochs so far. A last line that was cut off is left out."""
         path = self.folder / "metrics.jsonl"
-        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
         try:
+            lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
             records = [json.loads(line) for line in lines[:-1]]  # after the last newline: torn
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise InputError(f"{path} is damaged: {error}") from error
-        for number, record in enumerate(records, 1):
-            if not (isinstance(record, dict) and isinstance(record.get("epoch"), int)) or not all(
-                isinstance(value, int | float) for value in record.values()
+        for epoch, record in enumerate(records):
+            if (
+                not (isinstance(record, dict) and record.get("epoch") == epoch < self.recipe.epochs)
+                or not all(isinstance(value, int | float) for value in record.values())
+                or not math.isfinite(record.get("test_error", 0))  # of images: always a number
             ):
-                raise InputError(f"{path} is damaged: line {number} is not the record of an epoch")
+                raise InputError(
+                    f"{path} is damaged: line {epoch + 1} is not the record of epoch {epoch} of "
+                    f"{self.recipe.epochs}"
+                )
         return records
 
     def rewind(self, epoch: int) -> None:
@@ -241,7 +249,7 @@ def summary(run: Run) -> Summary:
         ece=last("test_ece"),
         top5_error=last("test_top5_error"),
         epochs=len(records),
-        finished=len(records) >= run.recipe.epochs,
+        finished=len(records) == run.recipe.epochs,
         seconds=sum(record.get("seconds", 0.0) for record in records),
     )
 

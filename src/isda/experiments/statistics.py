@@ -45,15 +45,18 @@ class Difference:
     """95 % Student-t interval of the difference; None where there are too few runs for one."""
 
     paired: bool
-    """Whether both have the same seeds, so that the interval is that of seed-wise differences."""
+    """Whether mean and interval are those of seed-wise differences."""
 
     counts: tuple[int, int]
-    """Number of runs of baseline and method."""
+    """Number of runs of baseline and method that went into it."""
+
+    without: tuple[int, ...] = ()
+    """Seeds left out because one side lacks them."""
 
     @property
     def significant(self) -> bool:
         """Whether the interval leaves out zero."""
-        return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -73,29 +76,35 @@ def estimate(values: Sequence[float]) -> Estimate:
 def difference(baseline: Mapping[int, float], method: Mapping[int, float]) -> Difference:
     """Difference of a method and its baseline, with its 95 % interval.
 
-    With the same seeds on both sides the runs are paired: a seed gives both the same initial
-    weights and the same order of images. Otherwise the interval is Welch's.
+    Where one side has all the seeds of the other, the runs are paired, and further seeds are left
+    out: a seed gives both the same initial weights and the same order of images. Otherwise all runs
+    count, and the interval is Welch's.
 
     Args:
         baseline: value by seed.
         method: value by seed.
     """
+    shared = [seed for seed in baseline if seed in method]
+    paired = len(shared) == min(len(baseline), len(method))
+    without: tuple[int, ...] = ()
+    if paired:
+        without = tuple(sorted(baseline.keys() ^ method.keys()))
+        baseline, method = ({seed: side[seed] for seed in shared} for side in (baseline, method))
     one, other = list(baseline.values()), list(method.values())
     mean = estimate(other).mean - estimate(one).mean
-    paired = baseline.keys() == method.keys()
     counts = (len(one), len(other))
     if min(counts) < 2:
-        return Difference(mean, None, paired, counts)
+        return Difference(mean, None, paired, counts, without)
     if paired:
         freedom = len(one) - 1.0
-        variance = _variance([method[seed] - baseline[seed] for seed in baseline]) / len(one)
+        variance = _variance([method[seed] - baseline[seed] for seed in shared]) / len(one)
     else:
         parts = [_variance(one) / len(one), _variance(other) / len(other)]
         variance = sum(parts)
         spread = parts[0] ** 2 / (len(one) - 1) + parts[1] ** 2 / (len(other) - 1)
         freedom = variance**2 / spread if spread > 0 else 1.0
     half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
-    return Difference(mean, (mean - half, mean + half), paired, counts)
+    return Difference(mean, (mean - half, mean + half), paired, counts, without)
 
 
 def expected_calibration_error(probabilities: Tensor, target: Tensor, bins: int = 15) -> Tensor:

@@ -117,7 +117,7 @@ def pair_rows(
 ) -> list[list[str]]:
     """Header, then one row per comparison: what it comes to, and whether that is significant."""
     rows = [["recipe", "against", "paper", "ours (95 % interval)"]]
-    rows[0] += ["verdict", "NLL", "ECE, %", "seeds"]
+    rows[0] += ["verdict", "error, %", "NLL", "ECE, %", "seeds"]
     for result in results:
         one, other = (published.get(side.name) for side in result.sides)
         paper = signed(other.mean - one.mean) if one and other else DASH
@@ -129,6 +129,7 @@ def pair_rows(
                 paper,
                 signed(result.difference),
                 verdict(result.difference),
+                " → ".join(side.result for side in result.sides),
                 _change(result, lambda s: s.loss, 3),
                 _change(result, lambda s: None if s.ece is None else 100 * s.ece, 2),
                 counts,
