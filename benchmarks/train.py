@@ -20,6 +20,7 @@ import torch
 from isda.experiments.bench import SHAPES, random_images
 from isda.experiments.company import Company
 from isda.experiments.cost import multiply_adds
+from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import Recipe, get_recipe
 from isda.experiments.runs import environment
 from isda.experiments.step import Lane
@@ -55,6 +56,14 @@ def main() -> None:
     if arguments.table:
         print(markdown(list(csv.DictReader(arguments.table.open()))))
         return
+    try:
+        run(arguments)
+    except InputError as error:
+        parser.error(str(error))
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Time every network, number of runs and method that was asked for."""
     torch.backends.cudnn.benchmark = True
     rows: list[dict[str, Any]] = []
     for network in arguments.networks:
@@ -112,7 +121,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
         "tflops": round(per_second * flops / 1e12, 1),
         "peak_mebibytes": round(torch.cuda.max_memory_allocated() / 2**20) if on_gpu else "",
         "start_up_seconds": round(start_up, 1),
-        **{key: value or "" for key, value in environment(device).items() if key != "commit"},
+        **{key: value or "" for key, value in environment(device).items()},
     }
 
 
@@ -132,6 +141,8 @@ def changes(recipe: Recipe, settings: list[str]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for setting in settings:
         name, _, text = setting.partition("=")
+        if not hasattr(recipe, name):
+            raise unknown("field of a recipe", name, recipe.as_dict())
         kind = type(getattr(recipe, name))
         result[name] = text == "True" if kind is bool else kind(text)
     return result

@@ -1,6 +1,7 @@
 """The baselines of Table 4: naive loops, limits, state, draws, ranks and a captured step."""
 
 import dataclasses
+import doctest
 import io
 import math
 import re
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import isda
-from isda.experiments import draws
+from isda.experiments import baselines, draws
 from isda.experiments.baselines import (
     CenterLoss,
     CrossEntropyLoss,
@@ -181,6 +182,48 @@ def test_other_batch_sizes(name, samples, device):
     criterion, x = CRITERIA[name]().to(device), inputs(device, samples=samples)
     expected = reference(criterion, x)
     close(call(criterion, x), expected)
+
+
+@criteria
+@pytest.mark.parametrize("ignored", [[0, 2, 3, 6], [*range(N)]], ids=["some", "all"])
+def test_ignored_labels_are_left_out(name, ignored, device):
+    """Loss, mean and gradients are those of the other samples alone; of none at all they are 0."""
+    criterion, x = CRITERIA[name]().double().to(device), inputs(device)
+    kept = torch.tensor([i for i in range(N) if i not in ignored], dtype=torch.int64, device=device)
+    target = x.target.clone()
+    target[ignored] = -100
+    loss = call(criterion, x._replace(target=target))
+    found = torch.autograd.grad(loss, [x.features, x.weight, *criterion.parameters()])
+    if name == "disturb_label":  # a label's place decides its draw
+        key = draws.key(criterion.seed, 0xD1, 0, device=device)
+        drawn = disturb_label(x.target, key, num_classes=C, noise_rate=criterion.noise_rate)
+        others, x = CrossEntropyLoss(), x._replace(target=drawn)
+    else:
+        others = CRITERIA[name]().double().to(device)
+    part = x._replace(features=x.features[kept], target=x.target[kept])
+    expected = call(others, part)
+    close(loss, expected)
+    tensors = [x.features, x.weight, *others.parameters()]
+    close(found, torch.autograd.grad(expected, tensors))
+    assert (found[0][ignored] == 0).all()
+
+
+@criteria
+def test_ignored_labels_in_evaluation(name, device):
+    criterion, x = CRITERIA[name]().to(device).eval(), inputs(device)
+    target = x.target.clone()
+    target[::2] = -100
+    expected = F.cross_entropy(F.linear(x.features, x.weight, x.bias), target)
+    close(call(criterion, x._replace(target=target)), expected)
+
+
+def test_ignored_labels_are_not_disturbed(device):
+    target = torch.arange(200, device=device) % C
+    target[::2] = -100
+    key = draws.key(0, device=device)
+    found = disturb_label(target, key, num_classes=C, noise_rate=1.0)
+    assert (found[::2] == -100).all()
+    assert not torch.equal(found[1::2], target[1::2])
 
 
 @criteria
@@ -440,6 +483,38 @@ def test_attached_to_a_model(name, device):
     close(attached(model(x), target), F.cross_entropy(model(x), target), tolerance=1e-6)
 
 
+@pytest.mark.parametrize("criterion", [FocalLoss(alpha=1.0, gamma=0.0), center(0.0)])
+def test_attached_to_a_model_with_ignored_labels(criterion, device):
+    """In their limits the losses are torch's cross entropy, ignored labels and all."""
+    model, x = make_model().to(device), torch.randn(8, 4, device=device)
+    target = torch.tensor([3, -100, -100, 1, 0, -100, 2, -100], device=device)
+    attached = isda.attach(model, criterion.to(device))
+    expected = F.cross_entropy(model(x), target)
+    gradients = torch.autograd.grad(expected, model.parameters())
+    loss = attached(model(x), target)
+    close(loss, expected, tolerance=1e-6)
+    close(torch.autograd.grad(loss, model.parameters()), gradients, tolerance=1e-6)
+
+
+def test_code_of_the_page_runs_and_moves_the_centers():
+    page = Path(__file__).parents[1] / "docs" / "baselines.md"
+    model = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 100))
+    names: dict[str, Any] = {"torch": torch, "model": model}
+    names |= {"x": torch.randn(N, 4), "y": torch.arange(N)}
+    parts = re.findall("```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(parts) == 2
+    for part in parts:
+        exec(part, names)
+        names["criterion"].remove()
+    centers = names["center"].centers
+    close(centers.detach(), -0.5 * centers.grad, tolerance=1e-6)  # a step from 0
+    assert (centers[:N] != 0).any(1).all()
+
+
+def test_docstrings_run():
+    assert doctest.testmod(baselines, extraglobs={"isda": isda}).failed == 0
+
+
 def test_center_term_reaches_the_features(device):
     model = make_model().to(device)
     x, target = torch.randn(N, 4, device=device), torch.arange(N, device=device)
@@ -508,7 +583,7 @@ def test_captured_in_a_graph(name):
 
 # Several ranks
 
-SPLITS = {"even": (4, 4), "uneven": (1, 6), "empty": (0, 5), "nothing": (0, 0)}
+SPLITS = {"even": (4, 4), "uneven": (1, 6), "empty": (0, 5), "nothing": (0, 0), "ignored": (3, 5)}
 COLLECTIVE = ["disturb_label", "center"]  # more of other ranks than the number of samples
 
 
@@ -521,6 +596,8 @@ def train(model: nn.Module, name: str, parts: tuple[int, ...], rank: int | None)
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(sum(parts), 4, generator=generator)
         target = torch.randint(C, (sum(parts),), generator=generator)
+        if parts == SPLITS["ignored"]:
+            target[torch.tensor([0, 2, 4])] = -100  # two of three, one of five
         if rank is not None:
             x, target = x.split(parts)[rank], target.split(parts)[rank]
         model.zero_grad()
@@ -601,14 +678,23 @@ def test_compiled_on_two_ranks(ranks, name):
         (lambda: FocalLoss(gamma=-1.0), "gamma must be >= 0 and finite, got -1.0"),
         (lambda: LqLoss(q=0.0), "q must be in (0, 1], got 0.0"),
         (lambda: LqLoss(q=1.5), "q must be in (0, 1], got 1.5"),
-        (lambda: DisturbLabelLoss(0), "num_classes must be >= 1, got 0"),
+        (lambda: FocalLoss(alpha="x"), "alpha must be > 0 and finite, got x"),
+        (lambda: FocalLoss(gamma=None), "gamma must be >= 0 and finite, got None"),
+        (lambda: LqLoss(q="0.4"), "q must be in (0, 1], got 0.4"),
+        (lambda: DisturbLabelLoss(0), "num_classes must be an integer >= 1, got 0"),
+        (lambda: DisturbLabelLoss(5.5), "num_classes must be an integer >= 1, got 5.5"),
+        (lambda: DisturbLabelLoss(3, noise_rate=[]), "noise_rate must be in [0, 1], got []"),
         (lambda: DisturbLabelLoss(3, noise_rate=1.1), "noise_rate must be in [0, 1], got 1.1"),
-        (lambda: CenterLoss(0, 3), "num_features must be >= 1, got 0"),
-        (lambda: CenterLoss(3, 0), "num_classes must be >= 1, got 0"),
+        (lambda: CenterLoss(0, 3), "num_features must be an integer >= 1, got 0"),
+        (lambda: CenterLoss(3, 0), "num_classes must be an integer >= 1, got 0"),
+        (lambda: CenterLoss("3", 1), "num_features must be an integer >= 1, got 3"),
+        (lambda: center("x"), "center_weight must be >= 0 and finite, got x"),
         (lambda: center(-1.0), "center_weight must be >= 0 and finite, got -1.0"),
         (lambda: center(1.0, learning_rate=0.0), "learning_rate must be > 0 and finite, got 0.0"),
         (lambda: LargeMarginLoss(margin=0), "margin must be an integer >= 1, got 0"),
         (lambda: LargeMarginLoss(margin=2.5), "margin must be an integer >= 1, got 2.5"),
+        (lambda: LargeMarginLoss(margin=True), "margin must be an integer >= 1, got True"),
+        (lambda: LargeMarginLoss(beta_min="x"), "beta_min must be >= 0 and finite, got x"),
         (lambda: LargeMarginLoss(beta_start=-1), "beta_start must be >= 0 and finite, got -1"),
         (lambda: LargeMarginLoss(beta_min=math.nan), "beta_min must be >= 0 and finite, got nan"),
     ],

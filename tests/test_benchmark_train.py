@@ -40,6 +40,21 @@ def test_both_methods_are_timed(tmp_path: Path) -> None:
     assert run("--table", out).strip() == "\n".join(printed.strip().splitlines()[-4:])
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--networks", "resnet23"], "unknown recipe 'cifar100-resnet23-ce'; did you mean"),
+        (["--set", "batch=3"], "unknown field of a recipe 'batch'; did you mean batch_size"),
+    ],
+)
+def test_mistakes(flags: list[str], message: str) -> None:
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_speed_table_is_that_of_its_record() -> None:
     page = (ROOT / "docs" / "training.md").read_text()
     table = page.split("<!-- table:train_h200 -->\n")[1].split("\n<!-- /table -->")[0]

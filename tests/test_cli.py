@@ -3,6 +3,8 @@
 import html
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from PIL import Image
 from isda import __version__
 from isda.experiments import cli
 from isda.experiments.cli import main
+from isda.experiments.flags import _one_line
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import RECIPES, Recipe
 from isda.experiments.runs import Run, load_runs, summary
@@ -104,24 +107,60 @@ def test_a_gpu_that_is_not_there(refused: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--lambda", "1"], "--lambda"),
-        (["train", "--epochs", "many"], "--epochs"),
-        (["train", "--method", "mixup"], "mixup"),
-        (["train", "--seeds", "one"], "--seeds"),
-        (["compare", "digits-resnet8-isda", "cifar10-resnet32-isda"], "cifar10-resnet32-isda"),
-        (["list", "--nothing"], "--nothing"),
+        (
+            ["train", "--lambda", "1"],
+            "unrecognized options: --lambda, 1; did you mean --lambda-0?",
+        ),
+        (
+            ["train", "--channels", "1"],
+            "unrecognized options: --channels, 1; did you mean --channels-last or "
+            "--no-channels-last?",
+        ),
+        (
+            ["train", "--epochs", "many"],
+            "error parsing --epochs: invalid literal for int() with base 10: 'many'",
+        ),
+        (
+            ["train", "--covariance", "ful"],
+            "invalid choice 'ful' for argument '--covariance'. Expected one of ('full', "
+            "'diagonal', 'shared', 'identity')",
+        ),
+        (["train", "--epochs"], "missing value for argument '--epochs'. Expected 1 values"),
+        (["compare", "digits-resnet8-isda", "extra"], "unrecognized options: extra"),
+        (["list", "--nothing"], "unrecognized options: --nothing"),
+        (["report", "--nothing"], "unrecognized options: --nothing"),
+        (["table", "two"], "error parsing INT: invalid literal for int() with base 10: 'two'"),
+        (["cost", "--step", "1"], "unrecognized options: --step, 1; did you mean --steps?"),
     ],
 )
 def test_flags_that_do_not_exist(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    refused: Callable[..., str], arguments: list[str], message: str
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert "Traceback" not in printed.err
+    assert refused(*arguments) == message
     assert not Path("runs").exists()
+
+
+def test_messages_in_frames() -> None:
+    """As tyro prints them on a terminal that has characters for boxes."""
+    box = """\
+╭─ Unrecognized options ───────────────╮
+│ Unrecognized options: --epocs, 3     │
+│ ──────────────────────────────────── │
+│ Perhaps you meant:                   │
+│     --epochs INT                     │
+│         Passes over the images.      │
+│ ──────────────────────────────────── │
+│ For full helptext, run isda --help   │
+╰──────────────────────────────────────╯
+"""
+    assert _one_line(box) == "unrecognized options: --epocs, 3; did you mean --epochs?"
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    command = f"{sys.executable} -m isda.experiments.cli list | head -n 1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("recipe")
+    assert not result.stderr
 
 
 def test_folders_of_images(refused: Callable[..., str], tmp_path: Path) -> None:

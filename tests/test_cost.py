@@ -3,6 +3,7 @@
 import csv
 import functools
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from isda.experiments.cost import (
     write_costs,
 )
 from isda.experiments.errors import InputError
+from isda.experiments.memory import peak_host_memory
 from isda.experiments.published import COST
 from isda.experiments.recipes import get_recipe
 
@@ -90,6 +92,9 @@ def test_multiply_adds_by_hand() -> None:
         ("shake_shake26_2x32d", 100, 32, 128),
         ("resnet8", 10, 8, 64),
         ("timm:resnet18", 1000, 224, 512),
+        ("timm:swinv2_tiny_window8_256", 1000, 256, 768),  # which takes no other size
+        ("timm:pit_ti_224", 1000, 224, 256),  # whose blocks take parameters for inputs
+        ("timm:resnetv2_18", 1000, 224, 512),  # whose head is a convolution
     ],
 )
 def test_sizes_by_default(
@@ -122,6 +127,10 @@ def test_sizes_given() -> None:
         ({"network": "resnet32", "num_classes": 1}, "num_classes must be >= 2, got 1"),
         ({"network": "resnet32", "image_size": 0}, "image_size must be >= 1, got 0"),
         ({"network": "densenet121", "image_size": 8}, "densenet121 does not take images of size 8"),
+        (
+            {"network": "timm:botnet26t_256", "image_size": 224},
+            "timm:botnet26t_256 does not take images of size 224: the model is made for size 256",
+        ),
     ],
 )
 def test_errors_of_sizes(arguments: dict, message: str) -> None:
@@ -168,15 +177,37 @@ def test_measured_cost(network: str, device: torch.device) -> None:
         assert row.added_percent == pytest.approx(
             100 * (row.milliseconds / rows[0].milliseconds - 1)
         )
-        assert (row.mebibytes is not None) == (row.added_mebibytes is not None) == on_gpu
+        assert row.mebibytes is not None
+        assert row.mebibytes > 0
+        assert row.added_mebibytes == row.mebibytes - rows[0].mebibytes
         assert row.note == ""
     assert rows[0].added_percent == 0
 
 
-@pytest.mark.gpu
-def test_added_memory_is_the_state() -> None:
+def test_peak_host_memory() -> None:
+    before = torch.empty(5, 2**18)  # not counted
+
+    def step() -> torch.Tensor:
+        nonlocal before
+        first = torch.empty(2**18)  # 1 MiB
+        second = torch.empty(2, 2**18)
+        del first, before
+        return second.add(1).sum()  # takes 2 MiB more, before the sum
+
+    assert 4 * 2**20 <= peak_host_memory(step) < 4 * 2**20 + 100  # and a few numbers
+    assert peak_host_memory(lambda: None) == 0
+
+
+def test_host_memory_is_measured_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
+    peak_host_memory(lambda: torch.empty(3).sum())
+    assert capfd.readouterr() == ("", "")
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
+
+
+def test_added_memory_is_the_state(device: torch.device) -> None:
     rows = measured_cost(
-        "resnet8", device=torch.device("cuda"), num_classes=1000, batch_size=8, steps=2, repeats=1
+        "resnet8", device=device, num_classes=1000, batch_size=8, steps=2, repeats=1
     )
     state = {"ce": 0, "diagonal": 2 * 1000 * 64, "full": 1000 * 64 * (64 + 1)}
     for row in rows:
@@ -300,6 +331,11 @@ def test_table() -> None:
     assert len(lines[3].split()) == 6
     assert "batch size 4 (fp32)" in lines[-2]
 
+    lines = cost_table([usual(name) for name in COST], {}).splitlines()
+    assert lines[-2].startswith("densenet121, densenet265: the paper prints another number")
+    sizes = "resnet101, resnet152: the paper prints another number of parameters, 44.6, 60.3 M"
+    assert lines[-1] == sizes
+
 
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cost.csv"
@@ -358,6 +394,54 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3][4:] == [*shares[1:], "", "1", "200"]
     with pytest.raises(InputError, match="table must name CSV files, got missing"):
         main(["--table", "missing"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: "a,b\n1,2\n", "must be a CSV file of isda cost, it has no column network"),
+        (lambda text: "", "must be a CSV file of isda cost, it has no column network"),
+        (lambda text: text.replace("milliseconds", "ms"), "it has no column milliseconds"),
+        (lambda text: text.replace("resnet8,", "resnet9,", 1), "must have ce, diagonal, full for"),
+        (lambda text: text.replace(",fp32,", ",fp32,x"), r"has milliseconds 'x\d+.* resnet8, ce$"),
+        (lambda text: re.sub(",fp32,.*", "", text, count=1), "has milliseconds '' for resnet8, ce"),
+        (lambda text: text.replace("\r\n", ",1,2\r\n").replace(",1,2", "", 1), "more cells than"),
+        (lambda text: text.encode() + b"\xff", "cannot be read: 'utf-8' codec"),
+        (lambda text: text + '"' + "x" * 200_000, "cannot be read: field larger"),
+    ],
+)
+def test_files_that_are_not_those_of_the_command(
+    change: Callable[[str], str | bytes], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "cost.csv"
+    theory = [usual("resnet8")]
+    write_costs(path, theory, {"resnet8": measure(Machine)}, torch.device("cpu"))
+    changed = change(path.read_bytes().decode())
+    path.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
+    for words in (["--table", str(path)], ["--out", str(path), "--resume"]):
+        with pytest.raises(InputError, match=message) as caught:
+            main(words)
+        assert str(caught.value).startswith(str(path))
+        assert "\n" not in str(caught.value)
+
+
+def test_file_without_measurements(tmp_path: Path) -> None:
+    path = tmp_path / "cost.csv"
+    for theory in ([], [usual("resnet8")]):
+        write_costs(path, theory, {}, torch.device("cpu"))
+        with pytest.raises(InputError, match=r"cost\.csv has no measurements"):
+            main(["--table", str(path)])
+
+
+def test_resume_keeps_columns_that_are_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "cost.csv"
+    theory = [usual("resnet8")]
+    write_costs(path, theory, {"resnet8": measure(Machine)}, torch.device("cpu"))
+    lines = path.read_text().splitlines()
+    more = [line + end for line, end in zip(lines, (",weather", *[",fair"] * 3), strict=True)]
+    path.write_text("\n".join(more))
+    main(["--networks", "resnet8", "--device", "cpu", "--out", str(path), "--resume"])
+    assert path.read_text().splitlines() == more
 
 
 def test_table_of_the_page_is_that_of_its_records() -> None:

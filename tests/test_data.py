@@ -259,6 +259,7 @@ def test_cifar_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"test_labels": np.array([0, 1, 2, 3, 100])}, "must be in [0, 100), got 0 to 100"),
         ({"test_labels": np.array([0, -1, 2, 3, 4])}, "must be in [0, 100), got -1 to 4"),
         ({"train_images": np.array([{"a": 1}])}, "cannot be read: Object arrays"),
+        ({"train_labels": np.full(12, 3)}, "must be of two or more classes, got one"),
     ],
 )
 def test_wrong_npz(change: dict[str, np.ndarray], expected: str, tmp_path: Path) -> None:
@@ -487,7 +488,8 @@ def test_unreadable_images(photos: Path) -> None:
     assert "--skip-unreadable" in message
     for file in ("train/cat/0.jpg", "train/dog/1.png", "val/dog/3.png"):
         assert str(photos / file) in message
-    data = folder_of(photos, skip_unreadable=True)
+    with pytest.warns(UserWarning, match=r"left out 3 of 28 images .*val/dog/3.png"):
+        data = folder_of(photos, skip_unreadable=True)
     assert (len(data.train_files), len(data.test_files)) == (19, 6)
     assert len(data.train_target) == 19
     for i in range(6):
@@ -495,7 +497,8 @@ def test_unreadable_images(photos: Path) -> None:
     message = message_of(f"imagefolder:{photos}")
     assert "9 of 28 images" in message
     assert message.endswith("and 4 more")
-    message = message_of(f"imagefolder:{photos}", skip_unreadable=True)
+    with pytest.warns(UserWarning, match="left out 9 of 28 images"):
+        message = message_of(f"imagefolder:{photos}", skip_unreadable=True)
     assert message == f"{photos}/train has classes without images: owl"
 
 
@@ -510,4 +513,6 @@ def test_image_that_fails_while_training(workers: int, photos: Path) -> None:
     assert str(caught.value).startswith(f"{broken} cannot be read: ")
     assert "\n" not in str(caught.value)
     if not workers:
-        assert len(load_data("imagenet", root=photos, skip_unreadable=True).train_files) == 20
+        with pytest.warns(UserWarning, match="left out 1 of 28 images"):
+            found = load_data("imagenet", root=photos, skip_unreadable=True)
+        assert len(found.train_files) == 20

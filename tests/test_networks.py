@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+import timm
 import torch
 import torchvision
 from pytorchcv.models.densenet_cifar import get_densenet_cifar
@@ -17,7 +18,13 @@ from torch.nn import functional as F
 
 from isda.experiments import draws
 from isda.experiments.errors import InputError
-from isda.experiments.networks import NETWORKS, Network, bind_draws, create_network
+from isda.experiments.networks import (
+    NETWORKS,
+    Network,
+    bind_draws,
+    create_network,
+    own_image_size,
+)
 from isda.experiments.networks.densenet import DenseLayer
 from isda.experiments.networks.network import ConvNetwork, conv, stages
 from isda.experiments.networks.resnet import BasicBlock
@@ -167,6 +174,64 @@ def test_timm_model_keeps_its_output(device: torch.device) -> None:
     assert bind_draws(network, draws.key(1, device=device)) == 1
     dropped = (network.forward_features(images) == 0).float().mean()
     assert dropped >= 0.4  # 5 σ below 0.5 for 1024 elements
+
+
+def test_random_layers_of_timm_draw_from_the_key() -> None:
+    """As the dropout of our own networks: a step's numbers are those of its key, for any rank."""
+    network = create_network("timm:swin_tiny_patch4_window7_224", num_classes=3).train()
+    key = torch.tensor(5)
+    assert bind_draws(network, key) > 10
+    images = torch.randn(4, 3, 224, 224)
+    with torch.no_grad():
+        one, again = network(images), network(images)
+        bind_draws(network, key, offset=2)  # a rank that has the last two
+        part = network(images[2:])
+        key += 1
+        other = network(images[2:])
+    assert torch.equal(one, again)
+    torch.testing.assert_close(part, one[2:])
+    assert not torch.allclose(other, part, atol=1e-2)
+
+
+def test_timm_models_that_cannot_be_built() -> None:
+    with pytest.raises(InputError, match=r"timm:gemma4_vit_167m_enc cannot be built: .*drop_rate"):
+        create_network("timm:gemma4_vit_167m_enc", num_classes=3)
+
+
+@pytest.mark.parametrize("name", ["resnetv2_18", "dla46_c", "dpn48b"])
+def test_timm_head_that_is_a_convolution(name: str, device: torch.device) -> None:
+    """The head becomes linear; weights, output and gradients stay."""
+    torch.manual_seed(0)
+    network = create_network(f"timm:{name}", num_classes=7).to(device).eval()
+    head = network.get_classifier()
+    assert type(head) is nn.Linear
+    assert (network.num_features, network.num_classes) == (head.in_features, 7)
+    oracle = timm.create_model(name, num_classes=7).to(device).eval()
+    state = network.model.state_dict()
+    shapes = {key: tensor.shape for key, tensor in oracle.state_dict().items()}
+    oracle.load_state_dict({key: state[key].view(shape) for key, shape in shapes.items()})
+    images = torch.randn(2, 3, 64, 64).to(device)
+    logits, expected = network(images), oracle(images)
+    assert network.forward_features(images).shape == (2, network.num_features)
+    torch.testing.assert_close(logits, expected)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(head.weight.grad, oracle.get_classifier().weight.grad.flatten(1))
+
+
+def test_weights_of_a_convolution_head_are_timm_s() -> None:
+    seed = int(torch.randint(2**63 - 1, (), generator=torch.Generator().manual_seed(3)))
+    torch.manual_seed(seed)
+    weight = timm.create_model("dla46_c", num_classes=7).get_classifier().weight
+    network = create_network(
+        "timm:dla46_c", num_classes=7, generator=torch.Generator().manual_seed(3)
+    )
+    assert torch.equal(network.get_classifier().weight, weight.flatten(1))
+
+
+def test_own_image_size() -> None:
+    names = ("timm:swinv2_tiny_window8_256", "timm:resnet18", "timm:nonsense", "resnet50")
+    assert [own_image_size(name) for name in names] == [256, 224, None, None]
 
 
 # initial weights
@@ -499,8 +564,21 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
 
 def test_timm_model_without_a_linear_head_is_refused() -> None:
     name = "timm:deit_tiny_distilled_patch16_224"
-    with pytest.raises(InputError, match=f"{name} must end in one nn.Linear"):
+    with pytest.raises(
+        InputError, match=f"{name} must end in one nn.Linear .* its head is a tuple"
+    ):
         create_network(name, num_classes=10)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("botnet26t_256", "made for size 256"), ("vit_tiny_patch16_224", "doesn't match model")],
+)
+def test_timm_model_tells_which_size_it_takes(name: str, reason: str) -> None:
+    with torch.device("meta"):
+        network = create_network(f"timm:{name}", num_classes=10)
+        with pytest.raises(ValueError, match=reason):
+            network(torch.zeros(2, 3, 192, 192))
 
 
 @pytest.mark.parametrize("name", ["resnext29_8x64d", "shake_shake26_2x32d", "resnet50"])

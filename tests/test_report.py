@@ -1,5 +1,6 @@
 """Reports: every number on a page or in a table is recomputed here from the raw records."""
 
+import csv
 import dataclasses
 import json
 import re
@@ -12,6 +13,8 @@ import scipy.stats
 
 from isda.experiments.comparison import signed
 from isda.experiments.errors import InputError
+from isda.experiments.layout import NAMES
+from isda.experiments.published import COST
 from isda.experiments.recipes import RECIPES, Recipe, get_recipe
 from isda.experiments.report import (
     comparison,
@@ -503,3 +506,44 @@ def test_report_command_on_the_kept_records(tmp_path, capsys):
         assert f"{number} ({len(values)})" in shown
         assert number in page.read_text(encoding="utf-8")
         assert number in readme.read_text()
+
+
+def test_our_cost_below_table_1(tmp_path, capsys):
+    """Beside the paper's, from the files; of a network on one device the last lines count."""
+    kept, again = RESULTS / "benchmarks" / "cost_imagenet_h200.csv", tmp_path / "again.csv"
+    with kept.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    changes = [
+        {"added_percent": "-3.04"},
+        {"device": "x86_64", "note": "no memory", "paper_theoretical_percent": "",
+         "paper_wall_percent": "", "added_percent": ""},
+    ]  # fmt: skip
+    with again.open("w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows({**line, **change} for change in changes for line in lines[:3])
+    expected = [["ResNet-50", "25.6", "0.25", "0.25", "−3.0", "−3.0", "+7.6", "NVIDIA H200"]]
+    for ce, *added in zip(lines[3::3], lines[4::3], lines[5::3], strict=True):
+        paper = COST[ce["network"]]
+        row = [f"{float(ce['parameters']) / 1e6:.1f}", f"{float(ce['theoretical_percent']):.2f}"]
+        row += [f"{paper.theoretical:.2f}", *(f"{float(a['added_percent']):+.1f}" for a in added)]
+        row += [f"+{paper.wall:.1f}", ce["device"]]
+        expected.append([NAMES[ce["network"]], *(cell.replace("-", "−") for cell in row)])
+    expected.append(["ResNet-50", "25.6", "0.25", "–", "no memory", "no memory", "–", "x86_64"])
+    page = tmp_path / "report.html"
+    main(["--runs", str(RESULTS), "--page", str(page), "--costs", str(kept), str(again)])
+    first = capsys.readouterr().out.partition("## Table 2.")[0]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.splitlines()]
+    for rows in (shown, Page(page.read_text(encoding="utf-8")).rows):
+        assert [row for row in rows if row[-1] in ("NVIDIA H200", "x86_64")] == expected
+
+
+@pytest.mark.parametrize("text", [None, "recipe,error\n", "{theory}\nresnet50,\n"])
+def test_costs_that_are_none_are_refused(tmp_path, text, capsys):
+    path = tmp_path / "costs.csv"
+    if text is not None:
+        with (RESULTS / "benchmarks" / "cost_imagenet_h200.csv").open() as file:
+            path.write_text(text.format(theory=file.readline()))
+    with pytest.raises(InputError, match=re.escape(str(path))):
+        main(["--runs", str(RESULTS), "--costs", str(path)])
+    assert capsys.readouterr().out == ""

@@ -511,10 +511,9 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
         usual,
         batch_size=5 if folder else 2,
         learning_rate=usual.learning_rate / 100,  # made for larger batches
-        epochs=2,  # of which one is trained: the last may have a learning rate of 0
+        epochs=3,  # of which two are trained: the last may have a learning rate of 0
         compile=False,  # on a GPU it takes a minute each; a test of its own has it
         precision=usual.precision if usual.network in LIGHT else "fp32",
-        ramp="constant" if usual.method == "isda" else usual.ramp,  # the first epoch has λ = 0
     )
     channels = 1 if usual.data == "digits" else 3
     tiny = folder_images if folder else tiny_arrays(channels, 8, device)
@@ -524,14 +523,14 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
             module.momentum = 1.0  # two or three steps are few for a running average
     start = [parameter.detach().clone() for parameter in lane.parameters]
     assert list(lane.batch_sizes()) == ([5, 4] if folder else [2, 2, 1])
-    (result,) = train([lane], 1)[0]
-    assert all(map(math.isfinite, result))
-    assert int(lane.steps) == (2 if folder else 3)
+    for results in train([lane], 2):  # with λ = 0, then with a third of λ₀
+        assert all(map(math.isfinite, results[0]))
+    assert int(lane.steps) == 2 * (2 if folder else 3)
     for parameter, before in zip(lane.parameters, start, strict=True):
         assert parameter.isfinite().all()
         assert not torch.equal(parameter, before)
     if usual.method == "isda" and usual.covariance != "identity":
-        assert int(lane.criterion.estimator.count.sum()) == lane.num_images
+        assert int(lane.criterion.estimator.count.sum()) == 2 * lane.num_images
     assert recipe.precision == "fp32" or usual.network in LIGHT
 
 

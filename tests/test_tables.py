@@ -2,17 +2,22 @@
 
 import json
 import shlex
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
+from test_data import cifar_arrays
 from test_report import make_run, raw_errors
 
-from isda.experiments import cli, tables
+from isda.experiments import cli, report, step, tables
 from isda.experiments.errors import InputError
 from isda.experiments.layout import Cell
+from isda.experiments.networks import create_network
 from isda.experiments.published import PUBLISHED, Result
 from isda.experiments.recipes import RECIPES, differing_fields
-from isda.experiments.runs import load_runs
+from isda.experiments.report import report_markdown
+from isda.experiments.runs import Run, load_runs, summary
 from isda.experiments.tables import (
     TABLES,
     cell_recipes,
@@ -237,6 +242,27 @@ def test_table_of_records(tmp_path, capsys):
     assert len({len(line) for line in text.splitlines() if line.startswith("| ResNet")}) == 1
 
 
+def test_folder_that_is_read_if_none_is_given(tmp_path, monkeypatch, capsys):
+    """The table and the report show the same records: those in runs, or else in results."""
+    monkeypatch.chdir(tmp_path)
+
+    def shown(show, *arguments) -> str:
+        show([*arguments])
+        lines = capsys.readouterr().out.splitlines()
+        (row,) = [line for line in lines if "31.20 ± 0.41" in line]
+        return row.split("|")[6].strip()
+
+    assert tables.usual_folder() is None
+    tables.main(["2"])  # the paper's numbers need no records
+    assert capsys.readouterr().out.count("· |") == 32
+    with pytest.raises(InputError, match=r"no folder runs or results here .* --runs"):
+        report.main([])
+    for folder, error in (("results", 31.0), ("runs", 30.0)):
+        make_run(tmp_path / folder, CE, 0, error)
+        (number,) = raw_errors(tmp_path / folder, CE).values()
+        assert shown(tables.main, "2") == shown(report.main) == f"{number:.2f} (1)"
+
+
 def test_difference_is_that_of_the_table(tmp_path):
     """Table 5 prints another baseline than Table 2 for the same network."""
     names = [f"cifar100-wide_resnet28_10-{method}" for method in ("ce", "isda")]
@@ -262,3 +288,61 @@ def test_top_5_error_beside_top_1(tmp_path):
     cell = next(cell for cell in TABLES[1].cells if cell.recipe == name)
     top1 = ours(cell, paper_sides(load_runs(tmp_path))).partition(" / ")
     assert top1[2] == "6.50 ± 0.71 (2)"
+
+
+@pytest.fixture(scope="module")
+def tiny_data(tmp_path_factory):
+    """CIFAR of 12 images and ImageNet of four, in the form of the real files."""
+    root = tmp_path_factory.mktemp("data")
+    for num_classes in (10, 100):
+        np.savez(root / f"cifar{num_classes}.npz", **cifar_arrays(num_classes))
+    random = np.random.default_rng(0)
+    for folder in ("train/ant", "train/bee", "val/ant", "val/bee"):
+        (root / folder).mkdir(parents=True)
+        pixels = random.integers(0, 256, (40, 36, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / folder / "0.png")
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", TABLES)
+def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
+    """The command itself on every cell, from its address to its number; only networks are small."""
+    built = []
+
+    def small_network(name, **options):
+        built.append((name, options["drop_rate"]))
+        return create_network("resnet8", **options)
+
+    monkeypatch.setattr(step, "create_network", small_network)
+    table = TABLES[number]
+    paper = {cell.recipe: str(cell.paper) for cell in table.cells if cell.recipe}
+    visited = set()
+    for address in dict.fromkeys(cell.address.rpartition("/")[0] for cell in table.cells):
+        built.clear()
+        tables.main([str(number), "--cell", address, "--seeds", "0", "--epochs", "2",
+                     "--batch-size", "6", "--workers", "0", "--device", "cpu",
+                     "--data-root", str(tiny_data), "--out", str(tmp_path)])  # fmt: skip
+        lines = capsys.readouterr().out.splitlines()
+        printed = [[cell.strip() for cell in line.strip("|").split("|")]
+                   for line in lines if line.startswith("| ")][2:]  # fmt: skip
+        names = [name for name in paper if name.startswith(address.replace("/", "-") + "-")]
+        for name in names:
+            recipe = replace(RECIPES[name], epochs=2, batch_size=6)
+            run = Run(tmp_path / f"{name}+epochs=2+batch_size=6" / "0")
+            result = summary(run)
+            assert run.recipe == recipe
+            assert result.finished
+            assert [record["strength"] for record in run.metrics()] == [
+                recipe.lambda_0 * progress
+                for progress in ((1, 1) if recipe.ramp == "constant" else (0, 0.5))
+            ]
+            assert [run.name, paper[name], f"{result.error:.2f} (1)"] in printed
+        assert len(printed) == len(names)
+        assert sorted(built) == sorted((RECIPES[n].network, RECIPES[n].drop_rate) for n in names)
+        visited |= {*names}
+    assert visited == {*paper}
+    runs = load_runs(tmp_path)
+    assert {run.name.partition("+")[0] for run in runs} == visited
+    text = report_markdown(runs)
+    assert all(run.name in text for run in runs if run.recipe.method == "isda")

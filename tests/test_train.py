@@ -268,6 +268,45 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     assert_same_runs(resumed, uninterrupted[:1])
 
 
+@pytest.mark.parametrize("content", [{"a": 1}, [1], "another shape"])
+def test_a_checkpoint_of_another_kind_is_damaged_too(
+    content: object, options: Options, uninterrupted: list[Run]
+) -> None:
+    train_until(PLANS[:1], options, 3)
+    path = options.out / "one" / "0" / "checkpoint.pt"
+    if isinstance(content, str):
+        content = torch.load(path, weights_only=True)
+        assert isinstance(content, dict)
+        name = next(reversed(content["network"]))
+        content["network"][name] = torch.zeros(3, 3, 3)
+    torch.save(content, path)
+    with pytest.warns(UserWarning, match="checkpoint.pt is damaged.*checkpoint.previous.pt"):
+        resumed = train(PLANS[:1], replace(options, resume=True))
+    assert_same_runs(resumed, uninterrupted[:1])
+
+
+def hold(folder: Path, ready: Any) -> None:
+    with Run(folder).held():
+        ready.set()
+        time.sleep(60)
+
+
+def test_a_run_that_another_process_trains(options: Options, uninterrupted: list[Run]) -> None:
+    train_until(PLANS[:1], options, 2)
+    folder = options.out / "one" / "0"
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    ready = multiprocessing.get_context("spawn").Event()  # that any process can take
+    process = start(hold, folder, ready)
+    assert ready.wait(30)
+    with pytest.raises(InputError, match="one/0 is being trained by another process"):
+        train(PLANS[:1], replace(options, resume=True))
+    process.kill()
+    process.join()
+    assert {path: path.read_bytes() for path in files} == files
+    assert_same_runs(train(PLANS[:1], replace(options, resume=True)), uninterrupted[:1])
+    assert not (folder / "lock").exists()
+
+
 def test_resume_of_a_finished_run_changes_nothing(
     options: Options, uninterrupted: list[Run]
 ) -> None:
@@ -371,6 +410,16 @@ def test_a_learning_rate_that_is_too_large_is_named(method: str, options: Option
     run = Run(options.out / "wild" / "0")
     assert run.load() is None
     assert run.metrics() == []
+
+
+def test_a_network_that_the_last_step_of_an_epoch_spoils(options: Options) -> None:
+    """The training loss does not know yet: every image was seen before the step."""
+    recipe = replace(RECIPE, batch_size=2000, learning_rate=1e30, epochs=1, ema=0.0).baseline()
+    with pytest.raises(RunError, match=r"epoch 1: the test loss is (nan|inf).*nothing was saved"):
+        train([Plan("spoilt", recipe, 0)], options)
+    run = Run(options.out / "spoilt" / "0")
+    assert run.metrics() == []
+    assert run.load() is None
 
 
 @pytest.mark.parametrize("writes", [4, 5])

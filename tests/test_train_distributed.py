@@ -114,9 +114,9 @@ def assert_close_runs(one: Run, other: Run, *, close: float = CLOSE) -> None:
 @pytest.mark.parametrize("method", ["ce", "isda"])
 def test_two_processes_equal_one(method: str, options: Options) -> None:
     recipe = RECIPE if method == "isda" else RECIPE.baseline()
-    plans = [Plan("two", recipe, 0)]
-    (two,) = train_on_two(plans, options)
-    (one,) = train([replace(plans[0], name="one")], options)
+    # torch's own batch norm loses digits in this layout on a CPU, that of two processes does not
+    (two,) = train_on_two([Plan("two", replace(recipe, channels_last=True), 0)], options)
+    (one,) = train([Plan("one", recipe, 0)], options)
     assert_close_runs(two, one)
     assert two.metrics()[-1]["train_loss"] < two.metrics()[0]["train_loss"]
     if method == "isda":

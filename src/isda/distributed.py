@@ -109,6 +109,7 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
     return tensor
 
 
+@torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None) -> None:
     """Give every rank the tensors of rank 0, in place."""
     if world_size(group) > 1:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar, get_args
 import tyro
 
 from isda.experiments.errors import InputError
+from isda.experiments.flags import parse_flags
 from isda.experiments.recipes import DEFAULT, OWN_IMAGES, Method, Recipe, get_recipe
 from isda.experiments.train import Options
 
@@ -50,9 +51,9 @@ def parse(
     else:
         own = any("imagefolder:" in word for word in arguments)
         start = _with_method(OWN_IMAGES if own else get_recipe(DEFAULT), arguments)
-    given = tyro.cli(
+    given = parse_flags(
         kind,
-        args=arguments,
+        arguments,
         default=kind(_with_method(start, arguments), **defaults),
         prog=f"isda {command} {name or '[RECIPE]'}",
         description=description,

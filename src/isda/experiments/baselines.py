@@ -1,8 +1,9 @@
 """The losses that ISDA is compared with (Table 4), with the same call as :class:`isda.ISDALoss`.
 
-Each is a pure function of the samples and a thin module that takes its mean. The modules also serve
-a model of one's own: ``isda.attach(model, FocalLoss())``. Dropout, the remaining row of the table,
-is a ``drop_rate`` of the network.
+Each is a pure function of the samples and a thin module that takes its mean. Samples with the
+target -100 do not count, as in torch's cross entropy. The modules also serve a model of one's own:
+``isda.attach(model, FocalLoss())``. Dropout, the remaining row of the table, is a ``drop_rate`` of
+the network.
 """
 
 import math
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 from isda import Covariance, FullCovariance, ISDALoss, distributed, functional
 from isda.covariance import COVARIANCES
 from isda.experiments import draws
-from isda.experiments.criterion import Batch, Criterion, require
+from isda.experiments.criterion import (
+    IGNORED,
+    Batch,
+    Criterion,
+    is_number,
+    require,
+    require_count,
+)
 from isda.experiments.large_margin import LargeMarginLoss
 from isda.experiments.recipes import Recipe
 
@@ -88,7 +96,8 @@ def disturb_label(
     """
     keys = draws.fold(key, start + torch.arange(len(target), device=target.device))  # (N,)
     drawn = draws.integers((), draws.fold(keys, 0), high=num_classes)  # one for every key
-    return torch.where(draws.uniform((), draws.fold(keys, 1)) < noise_rate, drawn, target)
+    disturbed = (draws.uniform((), draws.fold(keys, 1)) < noise_rate) & (target != IGNORED)
+    return torch.where(disturbed, drawn, target)
 
 
 def center_loss(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
@@ -102,7 +111,8 @@ def center_loss(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
     Shape:
         features (N, A), centers (C, A), target (N,); output (N,).
     """
-    return 0.5 * (features - centers[target]).square().sum(1)
+    _, apart = _apart(features, centers, target)
+    return 0.5 * apart.square().sum(1)
 
 
 def center_gradient(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
@@ -111,8 +121,8 @@ def center_gradient(features: Tensor, centers: Tensor, target: Tensor) -> Tensor
     Shape:
         features (N, A), centers (C, A), target (N,); output (C, A).
     """
-    apart = centers[target] - features
-    return torch.zeros_like(centers, dtype=apart.dtype).index_add(0, target, apart)
+    index, apart = _apart(features, centers, target)
+    return torch.zeros_like(centers, dtype=apart.dtype).index_add(0, index, apart, alpha=-1)
 
 
 class CrossEntropyLoss(Criterion):
@@ -127,8 +137,8 @@ class FocalLoss(Criterion):
 
     def __init__(self, *, alpha: float = 0.5, gamma: float = 1.0) -> None:
         super().__init__()
-        require(0 < alpha < math.inf, "alpha", alpha, "> 0 and finite")
-        require(0 <= gamma < math.inf, "gamma", gamma, ">= 0 and finite")
+        require(is_number(alpha) and 0 < alpha < math.inf, "alpha", alpha, "> 0 and finite")
+        require(is_number(gamma) and 0 <= gamma < math.inf, "gamma", gamma, ">= 0 and finite")
         self.alpha, self.gamma = alpha, gamma
 
     def loss(self, batch: Batch) -> Tensor:
@@ -144,7 +154,7 @@ class LqLoss(Criterion):
 
     def __init__(self, *, q: float = 0.4) -> None:
         super().__init__()
-        require(0 < q <= 1, "q", q, "in (0, 1]")
+        require(is_number(q) and 0 < q <= 1, "q", q, "in (0, 1]")
         self.q = q
 
     def loss(self, batch: Batch) -> Tensor:
@@ -173,8 +183,9 @@ class DisturbLabelLoss(Criterion):
 
     def __init__(self, num_classes: int, *, noise_rate: float = 0.05, seed: int = 0) -> None:
         super().__init__()
-        require(num_classes >= 1, "num_classes", num_classes, ">= 1")
-        require(0 <= noise_rate <= 1, "noise_rate", noise_rate, "in [0, 1]")
+        require_count("num_classes", num_classes)
+        holds = is_number(noise_rate) and 0 <= noise_rate <= 1
+        require(holds, "noise_rate", noise_rate, "in [0, 1]")
         self.num_classes, self.noise_rate, self.seed = num_classes, noise_rate, seed
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.register_buffer("key", draws.key(seed, _NOISE), persistent=False)
@@ -187,7 +198,7 @@ class DisturbLabelLoss(Criterion):
             _step_key_op(self.key, self.step),
             num_classes=self.num_classes,
             noise_rate=self.noise_rate,
-            start=batch.start,
+            start=batch.start(),
         )
         self.step += 1
         return batch._replace(target=target).cross_entropy()
@@ -199,11 +210,11 @@ class DisturbLabelLoss(Criterion):
 class CenterLoss(Criterion):
     r"""Cross entropy plus center_weight · mean ½ |a − c_y|² (Wen et al., 2016).
 
-    The centers c are parameters with a learning rate of their own: give them to an optimiser as a
-    group with ``lr=criterion.learning_rate``, without momentum and weight decay. Their gradient is
-    that of the mean ½ |a − c_y|² alone: it does not depend on ``center_weight``, so that neither
-    does the rate at which they follow the features. It is that of all ranks' samples on every rank;
-    no rank need average it. The centers start at 0.
+    The centers c are parameters of the criterion, not of the model, and stay at 0, where they
+    start, unless an optimiser moves them (see the example): they have a learning rate of their own,
+    and neither momentum nor weight decay. Their gradient is that of the mean ½ |a − c_y|² alone: it
+    does not depend on ``center_weight``, so that neither does the rate at which they follow the
+    features. It is that of all ranks' samples on every rank; no rank need average it.
 
     Args:
         num_features: number A of features, the head's ``in_features``.
@@ -211,6 +222,18 @@ class CenterLoss(Criterion):
         center_weight: of the center term. The paper does not tell; 0.003 is that of the original's
             experiments, where both terms are sums over the batch: the same ratio as for means.
         learning_rate: of the centers; 0.5 is the paper's choice (Appendix B).
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> center = CenterLoss(num_features=8, num_classes=3)
+        >>> criterion = isda.attach(model, center)
+        >>> centers = {"params": center.parameters(), "lr": center.learning_rate, "momentum": 0}
+        >>> groups = [{"params": model.parameters()}, centers]
+        >>> optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        >>> criterion(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])).backward()
+        >>> optimizer.step()
+        >>> bool((center.centers != 0).any())
+        True
     """
 
     def __init__(
@@ -222,10 +245,12 @@ class CenterLoss(Criterion):
         learning_rate: float = 0.5,
     ) -> None:
         super().__init__()
-        require(num_features >= 1, "num_features", num_features, ">= 1")
-        require(num_classes >= 1, "num_classes", num_classes, ">= 1")
-        require(0 <= center_weight < math.inf, "center_weight", center_weight, ">= 0 and finite")
-        require(0 < learning_rate < math.inf, "learning_rate", learning_rate, "> 0 and finite")
+        require_count("num_features", num_features)
+        require_count("num_classes", num_classes)
+        holds = is_number(center_weight) and 0 <= center_weight < math.inf
+        require(holds, "center_weight", center_weight, ">= 0 and finite")
+        holds = is_number(learning_rate) and 0 < learning_rate < math.inf
+        require(holds, "learning_rate", learning_rate, "> 0 and finite")
         self.center_weight, self.learning_rate = center_weight, learning_rate
         self.centers = nn.Parameter(torch.zeros(num_classes, num_features))
 
@@ -236,9 +261,9 @@ class CenterLoss(Criterion):
         losses = functional.cross_entropy(batch.logits, batch.target, reduction="none")
         losses = losses + self.center_weight * center_loss(features, centers, batch.target)
         gradient = center_gradient(features.detach(), centers, batch.target)
-        gradient = distributed.sum_over_ranks(gradient) / batch.number
+        gradient = distributed.sum_over_ranks(gradient) / batch.world  # mean takes it world times
         follow = (self.centers * gradient).sum()
-        return batch.mean(losses) + (follow - follow.detach())  # a gradient, no value
+        return batch.mean(losses.sum() + (follow - follow.detach()))  # a gradient, no value
 
     def extra_repr(self) -> str:
         return f"center_weight={self.center_weight}, learning_rate={self.learning_rate}"
@@ -273,6 +298,13 @@ def create_criterion(
         "lq": LqLoss,
     }
     return builders[recipe.method]()
+
+
+def _apart(features: Tensor, centers: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Class and a − c_y of every sample; class 0 and 0 for ignored ones."""
+    counted = target != IGNORED
+    index = torch.where(counted, target, 0)
+    return index, torch.where(counted[:, None], features - centers[index], 0.0)
 
 
 def _create_estimator(recipe: Recipe, num_features: int, num_classes: int) -> Covariance:

@@ -22,7 +22,8 @@ from isda.experiments.baselines import create_criterion
 from isda.experiments.company import Company
 from isda.experiments.data import ImageArrays
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.networks import NETWORKS
+from isda.experiments.memory import peak_host_memory
+from isda.experiments.networks import NETWORKS, own_image_size
 from isda.experiments.recipes import RECIPES, Recipe, get_recipe
 from isda.experiments.step import Lane
 from isda.experiments.train import Options, choose_kernels
@@ -59,7 +60,7 @@ class MeasuredCost:
     milliseconds: float | None = None  # of a step, median of the repeats
     spread_percent: float | None = None  # largest distance of a repeat from the median
     added_percent: float | None = None  # time in addition to that of cross entropy
-    mebibytes: float | None = None  # peak on the GPU, without the images
+    mebibytes: float | None = None  # held by tensors at the peak of a step, without the images
     added_mebibytes: float | None = None
     note: str = ""  # why there are no numbers
 
@@ -81,9 +82,9 @@ def measured_cost(
 
     Args:
         network: name of a network, or ``timm:NAME``.
-        device: where to measure. On a CPU the step is in float32, and its memory is not measured.
+        device: where to measure. On a CPU the step is in float32.
         num_classes: C; by default that of the data the paper trains the network on.
-        image_size: side of the images; by default likewise.
+        image_size: side of the images; by default likewise, for timm's models their own.
         batch_size: images per step; by default the recipe's, but at most 256, on a CPU 8.
         steps: steps in a measurement; by default 20, on a CPU 2.
         repeats: measurements of each case.
@@ -131,10 +132,13 @@ def isda_recipe(network: str) -> Recipe:
 def image_shape(
     recipe: Recipe, num_classes: int | None, image_size: int | None
 ) -> tuple[int, tuple[int, int, int]]:
-    """Number of classes and shape of the images: those given, else those of the recipe's data."""
+    """Number of classes and shape of the images: those given, else those of the recipe's data.
+
+    The size may also be that of the network, if it has one of its own.
+    """
     classes, (channels, side, _) = SHAPES[recipe.data]
     classes = classes if num_classes is None else num_classes
-    side = side if image_size is None else image_size
+    side = (own_image_size(recipe.network) or side) if image_size is None else image_size
     if classes < 2:
         raise InputError(f"num_classes must be >= 2, got {classes}")
     if side < 1:
@@ -198,14 +202,19 @@ class _Bench:
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         Company([self._lane], capture=False).train_epoch()  # compiles, chooses kernels
 
-    def peak(self, case: str) -> int | None:
-        """Most bytes that a step holds on a GPU at a time, the images left out."""
-        if not self._on_gpu:
-            return None
-        torch.cuda.reset_peak_memory_stats(self._device)
-        with self._using(self._create_criterion(case)):  # a replay allocates nothing: not captured
-            Company([self._lane], capture=False).train_epoch()
-        return torch.cuda.max_memory_allocated(self._device) - self._held
+    def peak(self, case: str) -> int:
+        """Most bytes that the tensors of a step hold at a time, the images left out."""
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        with self._using(self._create_criterion(case)):
+            if self._on_gpu:  # a replay allocates nothing: not captured
+                Company([self._lane], capture=False).train_epoch()
+                return torch.cuda.max_memory_allocated(self._device) - self._held
+            self._lane.begin_epoch()
+            storages = [tensor.untyped_storage() for tensor in self._lane.tensors()]
+            state = {storage.data_ptr(): storage.nbytes() for storage in storages}
+            step = partial(self._lane.step, self._recipe.batch_size)
+            return sum(state.values()) + peak_host_memory(step)
 
     def seconds(self, case: str) -> float:
         """Time of a step, mean over an epoch."""

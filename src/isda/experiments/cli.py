@@ -1,16 +1,16 @@
 """The command line: ``isda train | compare | search | table | report | cost | list``."""
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from isda._version import __version__
 from isda.experiments.arguments import Arguments, parse
 from isda.experiments.errors import InputError, unknown
+from isda.experiments.flags import parse_flags
 from isda.experiments.recipes import DEFAULT, baseline_of, run_name
 from isda.experiments.train import Plan, train
 
@@ -36,6 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of a reader that has seen enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("isda: stopped; --resume goes on from the last checkpoint", file=sys.stderr)
         return 130
@@ -116,15 +119,15 @@ def _cost(arguments: list[str]) -> None:
 def _list(arguments: list[str]) -> None:
     """Show all recipes with the paper's test error and that of the records in a folder."""
     from isda.experiments.report import recipes_table
+    from isda.experiments.tables import usual_folder
 
     @dataclass(frozen=True)
     class Listed:
         results: Path | None = None
-        """Folder of run records; if not given the folder results."""
+        """Folder of run records; if not given runs, or else results."""
 
-    given = tyro.cli(Listed, args=arguments, prog="isda list", description=_list.__doc__)
-    usual = Path("results")
-    print(recipes_table(given.results or (usual if usual.is_dir() else None)))
+    given = parse_flags(Listed, arguments, prog="isda list", description=_list.__doc__)
+    print(recipes_table(given.results or usual_folder()))
 
 
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {

@@ -7,12 +7,12 @@ and memory are measured in ``bench.py``.
 
 import csv
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-import tyro
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
@@ -20,8 +20,9 @@ from tqdm import tqdm
 from isda.experiments.bench import CASES, MeasuredCost, image_shape, isda_recipe, measured_cost
 from isda.experiments.comparison import text_table
 from isda.experiments.errors import InputError, refusing
+from isda.experiments.flags import parse_flags
 from isda.experiments.networks import create_network
-from isda.experiments.published import COST, Cost
+from isda.experiments.published import COST, PARAMETERS, Cost
 from isda.experiments.runs import environment
 from isda.experiments.train import join_processes
 
@@ -30,6 +31,7 @@ __all__ = [
     "cost_table",
     "costs_markdown",
     "main",
+    "measured_lines",
     "multiply_adds",
     "theoretical_cost",
     "write_costs",
@@ -63,7 +65,7 @@ def theoretical_cost(
     Args:
         network: name of a network, or ``timm:NAME``.
         num_classes: C; by default that of the data the paper trains the network on.
-        image_size: side of the images; by default likewise.
+        image_size: side of the images; by default likewise, for timm's models their own.
 
     Example:
         >>> cost = theoretical_cost("resnet50")
@@ -94,7 +96,7 @@ def multiply_adds(network: nn.Module, shape: tuple[int, int, int]) -> int:
     """
     device = next(network.parameters()).device
     images = torch.empty(2, *shape, device=device)  # batch normalisation needs two
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter:  # which fails on some models under no_grad
         network(images)
     return counter.get_total_flops() // 2 // len(images)
 
@@ -133,7 +135,7 @@ def write_costs(
     theory: Sequence[TheoreticalCost],
     measured: Mapping[str, Sequence[MeasuredCost]],
     device: torch.device,
-    kept: Iterable[Mapping[str, str]] = (),
+    kept: Sequence[Mapping[str, str]] = (),
 ) -> None:
     """Write costs as CSV: a line for each network and case, or for each network in theory alone.
 
@@ -144,19 +146,17 @@ def write_costs(
         device: where they were measured.
         kept: lines of an earlier file, that go ahead as they are.
     """
-    paper = ("paper_theoretical_percent", "paper_wall_percent")
     where = environment(device)
-    names = [field.name for kind in (TheoreticalCost, MeasuredCost) for field in fields(kind)]
-    names[names.index("case") : names.index("case")] = paper
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*names, *where])
+            names = (*_COLUMNS, *where, *itertools.chain.from_iterable(kept))
+            writer = csv.DictWriter(file, list(dict.fromkeys(names)))
             writer.writeheader()
             writer.writerows(kept)
             for cost in theory:
                 printed = (cost.paper.theoretical, cost.paper.wall) if cost.paper else (None, None)
-                line = asdict(cost) | dict(zip(paper, printed, strict=True)) | where
+                line = asdict(cost) | dict(zip(_PAPER, printed, strict=True)) | where
                 for case in map(asdict, measured.get(cost.network, ())):
                     writer.writerow(line | case)
                 if cost.network not in measured:
@@ -172,7 +172,7 @@ def costs_markdown(paths: Iterable[Path]) -> str:
         paths: CSV files of :func:`write_costs`.
     """
     networks: dict[str, dict[str, dict[str, str]]] = {}
-    for line in itertools.chain.from_iterable(map(_measured_lines, paths)):
+    for line in itertools.chain.from_iterable(map(measured_lines, paths)):
         networks.setdefault(line["network"], {})[line["case"]] = line
     header = ["network", "batch", "A", "CE ms", "+ diagonal", "+ full", "paper +"]
     header += ["+ diagonal MiB", "+ full MiB"]
@@ -205,7 +205,7 @@ class _Arguments:
     """Number of classes; if not given 1000, for the CIFAR networks 100."""
 
     image_size: int | None = None
-    """Side of the images; if not given 224, for the CIFAR networks 32."""
+    """Side of the images; if not given 224, for the CIFAR networks 32, for timm's their own."""
 
     batch_size: int | None = None
     """Images per step; if not given 256, for the CIFAR networks their recipe's, on a CPU 8."""
@@ -231,11 +231,13 @@ class _Arguments:
 
 def main(arguments: list[str]) -> None:
     """Show what ISDA adds to the cost of training, in theory and measured here."""
-    given = tyro.cli(_Arguments, args=arguments, prog="isda cost", description=main.__doc__)
+    given = parse_flags(_Arguments, arguments, prog="isda cost", description=main.__doc__)
     if given.table:
         for path in given.table:
             if not path.is_file():
                 raise InputError(f"table must name CSV files, got {path}")
+            if not measured_lines(path):
+                raise InputError(f"{path} has no measurements")
         print(costs_markdown(given.table))
         return
     if not given.networks:
@@ -248,7 +250,7 @@ def main(arguments: list[str]) -> None:
         if given.resume:
             if given.out is None:
                 raise InputError("resume needs out, the CSV file to go on with")
-            kept = _measured_lines(given.out) if given.out.exists() else []
+            kept = measured_lines(given.out) if given.out.exists() else []
         done = {line["network"] for line in kept}
         networks = [name for name in dict.fromkeys(given.networks) if name not in done]
         theory = [theoretical_cost(network, **size) for network in networks]
@@ -271,10 +273,48 @@ def main(arguments: list[str]) -> None:
         print(cost_table(theory, measured))
 
 
-def _measured_lines(path: Path) -> list[dict[str, str]]:
-    """Lines of a file of :func:`write_costs` that hold a measurement."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return [line for line in csv.DictReader(file) if line["case"]]
+_PAPER = ("paper_theoretical_percent", "paper_wall_percent")
+_COLUMNS = (
+    *(field.name for field in fields(TheoreticalCost)),
+    *_PAPER,
+    *(field.name for field in fields(MeasuredCost)),
+)
+
+
+def measured_lines(path: Path) -> list[dict[str, str]]:
+    """Lines of a file of :func:`write_costs` that hold a measurement, or an error."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, restkey="", restval="")
+            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+            lines = [line for line in reader if line.get("case")]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if missing:
+        raise InputError(f"{path} must be a CSV file of isda cost, it has no column {missing[0]}")
+    cases: dict[str, set[str]] = {}
+    for line in lines:
+        cases.setdefault(line["network"], set()).add(line["case"])
+        numbers = [name for name in (*_PAPER, "added_mebibytes") if line[name]]
+        numbers += ["parameters", "theoretical_percent"]
+        numbers += [] if line["note"] else ["milliseconds", "added_percent"]
+        bad = [name for name in numbers if not _is_number(line[name])]
+        if bad or "" in line:
+            what = f"{bad[0]} {line[bad[0]]!r}" if bad else "more cells than columns"
+            raise InputError(f"{path} has {what} for {line['network']}, {line['case']}")
+    for network, found in cases.items():
+        if found != {*CASES}:
+            raise InputError(
+                f"{path} must have {', '.join(CASES)} for {network}, has {', '.join(sorted(found))}"
+            )
+    return lines
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _cell(row: MeasuredCost, value: float | None, digits: str = "+.1f") -> str:
@@ -290,13 +330,22 @@ def _notes(
         if cost.paper is not None
         and f"{cost.theoretical_percent:.2f}" != f"{cost.paper.theoretical:.2f}"
     ]
+    sizes = {
+        cost.network: PARAMETERS[cost.network]
+        for cost in theory
+        if cost.paper is not None
+        and f"{cost.parameters / 1e6:.1f}" != f"{PARAMETERS[cost.network]:.1f}"
+    }
     yield "\ntheory: 5·C·A in percent of the multiply-adds of the forward pass"
     if others:
         yield f"{', '.join(others)}: the paper prints another number than this formula gives"
+    if sizes:
+        printed = ", ".join(f"{millions:.1f}" for millions in sizes.values())
+        yield f"{', '.join(sizes)}: the paper prints another number of parameters, {printed} M"
     rows = [row for cases in measured.values() for row in cases]
     if rows:
-        sizes = ", ".join(dict.fromkeys(f"{row.batch_size} ({row.precision})" for row in rows))
-        yield f"ms, MiB: of a training step, batch size {sizes}; +: added to cross entropy (CE)"
+        batch = ", ".join(dict.fromkeys(f"{row.batch_size} ({row.precision})" for row in rows))
+        yield f"ms, MiB: of a training step, batch size {batch}; +: added to cross entropy (CE)"
     spreads = [row.spread_percent for row in rows if row.spread_percent is not None]
     if spreads:
         yield f"single repeats are up to {max(spreads):.1f} % away from the medians shown"

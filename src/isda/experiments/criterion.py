@@ -1,5 +1,6 @@
 """What the criteria of Table 4 have in common: their call, their mode and their mean over ranks."""
 
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,10 @@ from torch.nn import functional as F
 
 from isda import distributed, functional
 
-__all__ = ["Batch", "Criterion", "require"]
+__all__ = ["IGNORED", "Batch", "Criterion", "is_number", "require", "require_count"]
+
+IGNORED = -100
+"""Target of a sample that does not count, as in torch's cross entropy."""
 
 
 class Batch(NamedTuple):
@@ -21,8 +25,6 @@ class Batch(NamedTuple):
     raw_logits: Tensor  # (N, C), in the precision of the network
     progress: float | Tensor | None
     world: int  # number of ranks
-    number: int | Tensor  # samples of all ranks, at least 1
-    start: int | Tensor  # samples of the ranks before this one
 
     @property
     def logits(self) -> Tensor:
@@ -30,11 +32,24 @@ class Batch(NamedTuple):
         return self.raw_logits.to(torch.promote_types(self.raw_logits.dtype, torch.float32))
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Mean over the samples of all ranks, whose gradients will be averaged."""
-        return losses.sum() * self.world / self.number
+        """Mean over the samples of all ranks that count, whose gradients will be averaged.
+
+        The losses of ignored samples must be 0. The mean over no sample at all is 0.
+        """
+        number = distributed.sum_over_ranks((self.target != IGNORED).sum())
+        return losses.sum() * self.world / number.clamp(min=1)
+
+    def start(self) -> int | Tensor:
+        """Samples of the ranks before this one, ignored ones included."""
+        if self.world == 1:
+            return 0
+        rank = dist.get_rank()
+        sizes = torch.zeros(self.world, dtype=torch.int64, device=self.target.device)
+        sizes[rank] = len(self.target)
+        return distributed.sum_over_ranks(sizes)[:rank].sum()
 
     def cross_entropy(self) -> Tensor:
-        """Mean cross entropy over the samples of all ranks."""
+        """Mean cross entropy over the samples of all ranks that count."""
         if self.world == 1:
             return functional.cross_entropy(self.raw_logits, self.target)
         losses = functional.cross_entropy(self.raw_logits, self.target, reduction="none")
@@ -44,8 +59,9 @@ class Batch(NamedTuple):
 class Criterion(nn.Module):
     """Cross entropy in eval mode; in training what a subclass makes of the batch.
 
-    With an initialised process group, means are over the samples of all ranks, as in
-    :class:`isda.ISDALoss`; keep the criterion outside the DDP module.
+    Samples with the target -100 count neither in the loss nor in its mean. With an initialised
+    process group, means are over the samples of all ranks, as in :class:`isda.ISDALoss`; keep the
+    criterion outside the DDP module.
     """
 
     def forward(
@@ -63,7 +79,7 @@ class Criterion(nn.Module):
         Args:
             features: input of the final linear layer.
             weight: of the final linear layer.
-            target: class indices in ``[0, C)``.
+            target: class indices in ``[0, C)``, or -100 for samples that do not count.
             bias: of the final linear layer.
             logits: of the final linear layer, if they have been computed before.
             progress: t/T in [0, 1], a number or a device tensor; for :class:`LargeMarginLoss`.
@@ -77,8 +93,8 @@ class Criterion(nn.Module):
         with torch.autocast(logits.device.type, enabled=False):
             if not self.training:
                 return functional.cross_entropy(logits, target)
-            place = _place(len(target), logits.device)
-            return self.loss(Batch(features, weight, target, logits, progress, *place))
+            world = distributed.world_size(None)
+            return self.loss(Batch(features, weight, target, logits, progress, world))
 
     def loss(self, batch: Batch) -> Tensor:
         """Loss in training."""
@@ -91,16 +107,15 @@ def require(holds: bool, name: str, value: Any, expectation: str) -> None:
         raise ValueError(f"{name} must be {expectation}, got {value}")
 
 
-def _place(size: int, device: torch.device) -> tuple[int, int | Tensor, int | Tensor]:
-    """Number of ranks, samples of all of them (at least 1), samples of those before this one."""
-    world = distributed.world_size(None)
-    if world == 1:
-        return 1, max(size, 1), 0
-    rank = dist.get_rank()
-    sizes = torch.zeros(world, dtype=torch.int64, device=device)
-    sizes[rank] = size
-    sizes = distributed.sum_over_ranks(sizes)
-    return world, sizes.sum().clamp(min=1), sizes[:rank].sum()
+def require_count(name: str, value: Any) -> None:
+    """Raise the error of a bad argument unless it is a whole number >= 1."""
+    whole = isinstance(value, Integral) and is_number(value)
+    require(whole and value >= 1, name, value, "an integer >= 1")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number; a truth value is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_arguments(

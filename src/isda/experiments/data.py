@@ -295,6 +295,8 @@ def _read_arrays(path: Path, *, num_classes: int) -> dict[str, np.ndarray]:
                 f"{part}_images of {path} must be uint8 ({len(labels)}, 32, 32, 3) as its labels, "
                 f"got {images.dtype} {images.shape}"
             )
+        if part == "train" and labels.min() == labels.max():
+            raise InputError(f"train_labels of {path} must be of two or more classes, got one")
         if labels.min() < 0 or labels.max() >= num_classes:
             raise InputError(
                 f"{part}_labels of {path} must be in [0, {num_classes}), "

@@ -4,6 +4,7 @@ What is random about a sample depends on (seed, epoch, place in the data set) al
 number of workers or ranks, nor on the step at which a run was resumed.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -166,6 +167,12 @@ def load_folder(
             raise InputError(
                 f"{len(bad)} of {len(samples) + len(test_samples)} images under {path} cannot be "
                 f"read (--skip-unreadable leaves them out): {_few(bad)}"
+            )
+        if bad:
+            warnings.warn(
+                f"left out {len(bad)} of {len(samples) + len(test_samples)} images under {path} "
+                f"that cannot be read: {_few(bad)}",
+                stacklevel=2,
             )
         skipped = set(bad)
         samples = [sample for sample in samples if sample[0] not in skipped]

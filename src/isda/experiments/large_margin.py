@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from isda import functional
-from isda.experiments.criterion import Batch, Criterion, require
+from isda.experiments.criterion import (
+    IGNORED,
+    Batch,
+    Criterion,
+    is_number,
+    require,
+    require_count,
+)
 
 __all__ = ["LargeMarginLoss", "annealed_beta", "large_margin_cosine", "large_margin_logits"]
 
@@ -81,7 +88,7 @@ def large_margin_logits(
     Shape:
         features (N, A), weight (C, A), target (N,), logits (N, C); output (N, C).
     """
-    own = weight[target]  # (N, A)
+    own = weight[torch.where(target == IGNORED, 0, target)]  # (N, A)
     inner = (features * own).sum(1)
     length = features.norm(dim=1) * own.norm(dim=1)
     cosine = inner / length.clamp(min=1e-12)  # features may be all zero
@@ -108,9 +115,10 @@ class LargeMarginLoss(Criterion):
         self, *, margin: int = 2, beta_start: float = 1000.0, beta_min: float = 0.0
     ) -> None:
         super().__init__()
-        require(isinstance(margin, int) and margin >= 1, "margin", margin, "an integer >= 1")
-        require(0 <= beta_start < math.inf, "beta_start", beta_start, ">= 0 and finite")
-        require(0 <= beta_min < math.inf, "beta_min", beta_min, ">= 0 and finite")
+        require_count("margin", margin)
+        for name, beta in (("beta_start", beta_start), ("beta_min", beta_min)):
+            holds = is_number(beta) and 0 <= beta < math.inf
+            require(holds, name, beta, ">= 0 and finite")
         self.margin, self.beta_start, self.beta_min = margin, beta_start, beta_min
 
     def loss(self, batch: Batch) -> Tensor:

@@ -205,7 +205,7 @@ def _table_1() -> Table:
         tuple(tuple(row(network) for network in COST if network.startswith(family))
               for family in families),
         (("", 2), ("Top-1 / Top-5 Error Rates (%)", 2), ("", 2)),
-        "The last two columns are the paper's; ours come from isda cost.",
+        "The last two columns are the paper's; isda report --costs shows ours beside them.",
     )  # fmt: skip
 
 

@@ -7,12 +7,10 @@ deviation over seeds; of ISDA against its baseline, the difference with a 95 % i
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import tyro
 
 from isda.experiments.comparison import (
     Comparison,
@@ -31,12 +29,14 @@ from isda.experiments.comparison import (
 )
 from isda.experiments.curves import BASELINE, METHOD, OTHERS, Line, curves
 from isda.experiments.errors import InputError
+from isda.experiments.flags import parse_flags
 from isda.experiments.layout import DASH, NAMES, TABLES, cell_recipes
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import RECIPES
 from isda.experiments.runs import LAST_EPOCHS, Run, export, load_runs, summary, write_text
 from isda.experiments.statistics import estimate
 from isda.experiments.tables import (
+    cost_rows,
     markdown_rows,
     ours,
     pair_rows,
@@ -44,6 +44,7 @@ from isda.experiments.tables import (
     pairs_markdown,
     paper_sides,
     section,
+    usual_folder,
     verdict,
 )
 
@@ -65,8 +66,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Arguments:
-    runs: Path = Path("runs")
-    """Folder of runs or of run records."""
+    runs: Path | None = None
+    """Folder of runs or of run records; if not given runs, or else results."""
 
     export: Path | None = None
     """Copy the records of finished runs, without checkpoints, into this folder."""
@@ -77,27 +78,45 @@ class _Arguments:
     page: Path | None = None
     """Write tables, comparisons and curves as one HTML page that needs nothing else."""
 
+    costs: tuple[Path, ...] = ()
+    """CSV files of isda cost, whose numbers are shown below Table 1."""
+
 
 def main(arguments: list[str]) -> None:
     """Show the paper's tables with our numbers, keep records, and bring pages up to date."""
-    given = tyro.cli(_Arguments, args=arguments, prog="isda report", description=main.__doc__)
-    runs = load_runs(given.runs)
+    given = parse_flags(_Arguments, arguments, prog="isda report", description=main.__doc__)
+    folder = given.runs or usual_folder()
+    if folder is None:
+        raise InputError(
+            "no folder runs or results here to report on: train something first, such as "
+            "isda compare, or name the folder of the records with --runs"
+        )
+    runs = load_runs(folder)
+    costs = cost_rows(given.costs) if given.costs else []
     finished = [run for run in runs if summary(run).finished]
     if given.export is not None:
         for run in finished:
             print(export(run, given.export))
-    print(report_markdown(runs))
+    print(report_markdown(runs, costs))
     for path in given.update:
         print(f"{path}: {'updated' if update_markdown(path, finished) else 'up to date'}")
     if given.page is not None:
-        write_report_page(given.page, runs)
+        write_report_page(given.page, runs, costs)
         print(given.page)
 
 
-def report_markdown(runs: Iterable[Run]) -> str:
-    """Tables 1 to 5 in the paper's layout with our numbers, and every comparison, as Markdown."""
+def report_markdown(runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> str:
+    """Tables 1 to 5 in the paper's layout with our numbers, and every comparison, as Markdown.
+
+    Args:
+        runs: run records.
+        costs: what ``cost_rows`` gives, if it is to be shown.
+    """
     found = _found(runs)
     parts = [section(table, found.sides) for table in TABLES.values()]
+    if costs:
+        header, *rows = costs
+        parts[1:1] = [f"{_COSTS}:", markdown_rows(header, rows, left=(0, len(header) - 1))]
     if found.others:
         parts += ["## Beyond the paper's tables", pairs_markdown(found.others)]
     parts += ["## In words", " ".join(found.overview)]
@@ -174,8 +193,16 @@ def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
     return updated != text
 
 
-def write_report_page(path: Path | str, runs: Iterable[Run]) -> None:
-    """Write tables, comparisons and curves as one HTML page: no network, no scripts."""
+def write_report_page(
+    path: Path | str, runs: Iterable[Run], costs: Sequence[list[str]] = ()
+) -> None:
+    """Write tables, comparisons and curves as one HTML page: no network, no scripts.
+
+    Args:
+        path: HTML file.
+        runs: run records.
+        costs: what ``cost_rows`` gives, if it is to be shown.
+    """
     found = _found(runs)
     sections: list[dict[str, Any]] = []
     for table in TABLES.values():
@@ -191,6 +218,8 @@ def write_report_page(path: Path | str, runs: Iterable[Run]) -> None:
         sections=sections,
         others={"header": header, "rows": rows, "details": found.others},
         ours=lambda cell: ours(cell, found.sides),
+        costs=costs,
+        costs_title=_COSTS,
         sentences=found.sentences,
         figures=[_figure(*figure, found.sides) for figure in _FIGURES],
         curves=curves,
@@ -314,6 +343,8 @@ def _figure(title: str, table: int, cell: str, sides: Mapping[str, Side]) -> dic
     command = f"isda table {table} --cell {cell} --resume"
     return {"title": title, "picture": picture, "missing": missing, "command": command}
 
+
+_COSTS = "What ISDA adds to a training step, in theory and as measured on a device"
 
 _VERDICTS = {  # of one comparison, of several
     "lower": ("finds a significantly lower error", "find a significantly lower error"),

@@ -15,12 +15,17 @@ import shutil
 import subprocess
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 from isda._version import __version__
 from isda.experiments.errors import InputError
@@ -115,6 +120,29 @@ class Run:
             _write_config(folder, run.name, run.recipe, run.seed, run.environments)
         return run
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes from training this run; the end of this one frees it, too.
+
+        Raises:
+            InputError: another process trains it.
+        """
+        path = self.folder / "lock"
+        with _writing(path):
+            file = open(path, "w")  # noqa: SIM115 - closed below, where no error is of writing
+        with file:
+            try:
+                if fcntl is not None:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError) as error:
+                raise InputError(f"{self.folder} is being trained by another process") from error
+            except OSError:  # a file system without locks
+                pass
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+
     def append(self, metrics: dict[str, Any]) -> None:
         """Add the metrics of an epoch, on disk when this returns. Call it before ``save``."""
         path = self.folder / "metrics.jsonl"
@@ -182,10 +210,13 @@ class Run:
             _sync_folder(self.folder)
         self._trusted = True
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, use: Callable[[dict[str, Any]], object] | None = None) -> dict[str, Any] | None:
         """The last good checkpoint on the CPU, or None if none was written.
 
         A damaged checkpoint is named in a warning and the one before it is used.
+
+        Args:
+            use: called with the checkpoint; whatever it raises, but an InputError, is damage.
         """
         damage = []
         for path in self._checkpoints:
@@ -193,8 +224,13 @@ class Run:
                 continue
             try:
                 state = _read_checkpoint(path)
+                if use is not None:
+                    use(state)
+            except InputError:
+                raise
             except Exception as error:  # a damaged file can fail in any way
-                damage.append(f"{path} is damaged ({error})")
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                damage.append(f"{path} is damaged ({reason})")
                 self._trusted = False
                 continue
             for message in damage:

@@ -5,6 +5,7 @@ key, so that it ends with the same weights alone and in company.
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -296,9 +297,15 @@ class Lane:
         model: nn.Module = _FeaturesAndLogits(self.network)
         if self.world > 1:
             on_gpu = self.device.type == "cuda"
-            model = nn.parallel.DistributedDataParallel(
-                model, device_ids=[self.device.index] if on_gpu else None, broadcast_buffers=False
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter(
+                    "ignore", FutureWarning
+                )  # torch 2.11 has no other name for it
+                model = nn.parallel.DistributedDataParallel(
+                    model,
+                    device_ids=[self.device.index] if on_gpu else None,
+                    broadcast_buffers=False,
+                )
         if not self._compiled:
             return model
         # one kernel for many small ones, such as the casts of the weights

@@ -20,9 +20,12 @@ from isda.experiments.comparison import (
     same_training,
     signed,
 )
+from isda.experiments.cost import measured_lines
 from isda.experiments.errors import InputError
+from isda.experiments.flags import parse_flags
 from isda.experiments.layout import (
     DASH,
+    NAMES,
     TABLES,
     Cell,
     Table,
@@ -39,6 +42,7 @@ from isda.experiments.train import Options, Plan, train
 __all__ = [
     "TABLES",
     "cell_recipes",
+    "cost_rows",
     "main",
     "markdown_rows",
     "ours",
@@ -48,6 +52,7 @@ __all__ = [
     "paper_sides",
     "section",
     "table_markdown",
+    "usual_folder",
     "verdict",
 ]
 
@@ -64,6 +69,11 @@ def paper_sides(runs: Iterable[Run]) -> dict[str, Side]:
         if any(summary(run).finished for run in own)
     }
     return {name: side for name, side in sides.items() if side.errors}
+
+
+def usual_folder() -> Path | None:
+    """Folder of run records that is read if none is given: runs, or else results, if one exists."""
+    return next((folder for folder in (Path("runs"), Path("results")) if folder.is_dir()), None)
 
 
 def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
@@ -147,6 +157,40 @@ def pairs_markdown(
     return f"{title}\n\n{markdown_rows(header, rows, left=(0, 1))}"
 
 
+def cost_rows(paths: Iterable[Path]) -> list[list[str]]:
+    """Header, then our cost of a network on a device beside the paper's; the last ones count.
+
+    Args:
+        paths: CSV files of ``isda cost``.
+    """
+    costs: dict[tuple[str, str], dict[str, dict[str, str]]] = {}
+    for path in paths:
+        lines = measured_lines(path)
+        if not lines:
+            raise InputError(f"{path} has no measurements")
+        for line in lines:
+            where = line["network"], line.get("device") or DASH
+            costs.setdefault(where, {})[line["case"]] = line
+    rows = [["network", "params, M", "theory, %", "paper, %"]]
+    rows[0] += ["time, diagonal, %", "time, full, %", "paper, %", "device"]
+    for (network, device), cases in costs.items():
+        ce = cases["ce"]
+        paper, wall = ce["paper_theoretical_percent"], ce["paper_wall_percent"]
+        times = (cases[case] for case in ("diagonal", "full"))
+        rows.append(
+            [
+                NAMES.get(network, network),
+                f"{int(ce['parameters']) / 1e6:.1f}",
+                f"{float(ce['theoretical_percent']):.2f}",
+                f"{float(paper):.2f}" if paper else DASH,
+                *(line["note"] or signed(float(line["added_percent"]), 1) for line in times),
+                signed(float(wall), 1) if wall else DASH,
+                device,
+            ]
+        )
+    return rows
+
+
 def verdict(change: Difference) -> str:
     """The difference in a word or two."""
     if change.interval is None:
@@ -185,7 +229,7 @@ class _Arguments:
     """Train what this cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method."""
 
     results: Path | None = None
-    """Folder of the run records to show, without --cell; if not given the folder results."""
+    """Folder of the run records to show, without --cell; if not given runs, or else results."""
 
     dry_run: bool = False
     """Print the commands that would train the cell, and train nothing."""
@@ -212,9 +256,9 @@ class _Arguments:
 
 def main(arguments: list[str]) -> None:
     """Show a table of the paper with our numbers, or train what a cell of it needs."""
-    given = tyro.cli(
+    given = parse_flags(
         _Arguments,
-        args=arguments,
+        arguments,
         prog="isda table",
         description=main.__doc__,
         config=(tyro.conf.OmitArgPrefixes,),
@@ -223,8 +267,8 @@ def main(arguments: list[str]) -> None:
     if given.cell is None:
         if given != _Arguments(given.table, results=given.results):
             raise InputError("cell must be given to train: isda table N --cell DATA/NETWORK")
-        folder = given.results or Path("results")
-        runs = load_runs(folder) if given.results or folder.is_dir() else []
+        folder = given.results or usual_folder()
+        runs = [] if folder is None else load_runs(folder)
         print(section(table, paper_sides(runs)))
         return
     if given.results is not None:
@@ -243,16 +287,16 @@ def main(arguments: list[str]) -> None:
         plans += [Plan(names[name], recipe, seed) for seed in given.seeds]
     runs = train(plans, given.options)
     if runs:  # else a rank that does not write
-        print(_trained(find_cells(given.table, given.cell), names, runs))
+        print(_trained(table, given.cell, names, runs))
 
 
-def _trained(cells: Iterable[Cell], names: Mapping[str, str], runs: list[Run]) -> str:
+def _trained(table: Table, address: str, names: Mapping[str, str], runs: list[Run]) -> str:
     """What came of the runs of some cells: paper and ours, then each with its baseline."""
     rows, comparisons = [], []
     for name, own in names.items():
         side = create_side(runs, own)
-        rows.append([own, str(PUBLISHED.get(name, DASH)), f"{side.result} ({len(side.runs)})"])
-    for cell in cells:
+        rows.append([own, str(table.published[name]), f"{side.result} ({len(side.runs)})"])
+    for cell in find_cells(table.number, address):
         if cell.recipe and cell.baseline:
             result = comparison(runs, names[cell.baseline], names[cell.recipe])
             comparisons.append(f"{result.method.name}\n{comparison_table(result)}")

@@ -91,10 +91,16 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
         raise InputError(f"side_by_side must be >= 0, got {options.side_by_side}")
     if not options.checkpoint_seconds >= 0:
         raise InputError(f"checkpoint_seconds must be >= 0, got {options.checkpoint_seconds}")
+    if options.workers is not None and options.workers < 0:
+        raise InputError(f"workers must be >= 0, got {options.workers}")
     if options.tensorboard:
         _summary_writer()
     runs: dict[int, Run] = {}
-    with join_processes(options.device) as (device, rank, world), choose_kernels(options, device):
+    with (
+        join_processes(options.device) as (device, rank, world),
+        choose_kernels(options, device),
+        contextlib.ExitStack() as held,
+    ):
         for group, data in _groups(plans, options, device):
             lanes = [
                 Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
@@ -115,6 +121,8 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
                     )
                     for number, plan in enumerate(plans)
                 }
+                for run in runs.values():
+                    held.enter_context(run.held())
             for lane, number in zip(lanes, group, strict=True):
                 _restore(lane, runs.get(number))
             _train_together(lanes, [runs.get(number) for number in group], options)
@@ -162,7 +170,7 @@ def _train_company(
         results = company.evaluate()
         seconds = (time.perf_counter() - began) / len(lanes)
         for lane, run, result in zip(lanes, runs, results, strict=True):
-            _require_finite(lane, run, result[0])
+            _require_finite(lane, run, result)
             lane.epoch = epoch + 1
         last = epoch + 1 == until
         save = last or time.monotonic() - saved > options.checkpoint_seconds
@@ -203,32 +211,33 @@ def _metrics(
     }
 
 
-def _require_finite(lane: Lane, run: Run | None, loss: float) -> None:
-    """End a run whose loss is not a number; nothing of this epoch has been written yet."""
+def _require_finite(lane: Lane, run: Run | None, result: list[float]) -> None:
+    """End a run whose losses are not numbers; nothing of this epoch has been written yet."""
     try:
         if isinstance(lane.criterion, ISDALoss):
             lane.criterion.check()
     except ValueError as error:
         raise _stopped(lane, run, str(error)) from error
-    if not math.isfinite(loss):
-        raise _stopped(lane, run, f"the training loss is {loss}")
+    train_loss, _, test_loss, *_ = result
+    for name, loss in (("training", train_loss), ("test", test_loss)):
+        if not math.isfinite(loss):
+            raise _stopped(lane, run, f"the {name} loss is {loss}")
 
 
 def _stopped(lane: Lane, run: Run | None, reason: str) -> RunError:
     where = f"seed {lane.seed}" if run is None else str(run.folder)
     rate = lane.recipe.learning_rate_at(lane.epoch)
+    saved = "the last checkpoint is as it was" if lane.epoch else "nothing was saved"
     return RunError(
         f"{where}, epoch {lane.epoch + 1}: {reason} (learning rate {rate:g}, lambda_0 "
-        f"{lane.recipe.lambda_0:g}); the last checkpoint is as it was"
+        f"{lane.recipe.lambda_0:g}); {saved}"
     )
 
 
 def _restore(lane: Lane, run: Run | None) -> None:
     """Bring a lane to the run's last checkpoint, on every rank."""
     if run is not None:
-        state = run.load()
-        if state is not None:
-            lane.load_state_dict(state)
+        run.load(lane.load_state_dict)
         run.rewind(lane.epoch)
     if lane.world > 1:
         epoch = torch.tensor(lane.epoch, device=lane.device)

@@ -24,7 +24,7 @@ from isda.experiments.networks.shake_shake import shake_shake26_2x32d, shake_sha
 from isda.experiments.networks.stochastic import bind_draws
 from isda.experiments.networks.wide_resnet import wide_resnet16_8, wide_resnet28_10
 
-__all__ = ["NETWORKS", "Network", "bind_draws", "create_network"]
+__all__ = ["NETWORKS", "Network", "bind_draws", "create_network", "own_image_size"]
 
 NETWORKS: Mapping[str, Callable[..., Network]] = {
     builder.__name__: builder
@@ -93,6 +93,15 @@ def create_network(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(seed))
         return builder(num_classes=num_classes, **options)
+
+
+def own_image_size(name: str) -> int | None:
+    """Side of the images that a model of timm is made for; None if the network takes any."""
+    if not name.startswith("timm:"):
+        return None
+    from isda.experiments.networks.timm import image_size  # slow to import, seldom needed
+
+    return image_size(name.removeprefix("timm:"))
 
 
 def _builder(name: str) -> Callable[..., Network]:

@@ -30,7 +30,7 @@ def resnet50(*, num_classes: int) -> Network:
 
 
 def resnet101(*, num_classes: int) -> Network:
-    """ResNet-101: 44.6 M parameters, A = 2048."""
+    """ResNet-101: 44.5 M parameters (the paper prints 44.6), A = 2048."""
     return _ResNet(Bottleneck, [3, 4, 23, 3], num_classes=num_classes)
 
 

@@ -1,4 +1,4 @@
-"""The random layers: dropout, and the random mixture of Shake-Shake (Gastaldi, 2017).
+"""The random layers: dropout of elements and of branches, and the mixture of Shake-Shake.
 
 Unbound, they draw from torch's global generator. Bound by `bind_draws`, they draw from a key that
 the training loop sets before each step. A number is then a function of key, layer and the image's
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from isda.experiments import draws
 
-__all__ = ["Dropout", "ShakeShake", "bind_draws"]
+__all__ = ["DropPath", "Dropout", "ShakeShake", "bind_draws"]
 
 
 class _RandomLayer(nn.Module):
@@ -50,8 +50,34 @@ class Dropout(_RandomLayer):
         return f"drop_rate={self.drop_rate}"
 
 
+class DropPath(_RandomLayer):
+    """Zeroes all of an image with probability ``drop_rate``, scales others by 1 / (1 - drop_rate).
+
+    Stochastic depth (Huang et al., 2016), at the end of a branch.
+    """
+
+    def __init__(self, drop_rate: float) -> None:
+        super().__init__()
+        self.drop_rate = drop_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        shape = (x.shape[0], *[1] * (x.dim() - 1))
+        if self.key is None:
+            drawn = torch.rand(shape, device=x.device)
+        else:
+            drawn = self.uniform(shape, self.key)
+        return x * (drawn >= self.drop_rate) * (1 / (1 - self.drop_rate))
+
+    def extra_repr(self) -> str:
+        return f"drop_rate={self.drop_rate}"
+
+
 class ShakeShake(_RandomLayer):
-    """Mixture of two branches by a random weight per image; a second weight mixes the gradient.
+    """Mixture of two branches by a random weight per image (Gastaldi, 2017).
+
+    A second weight mixes the gradient.
 
     Forward ``α x1 + (1 - α) x2``, backward ``β`` and ``1 - β``; in evaluation the mean.
     """
@@ -72,7 +98,7 @@ def bind_draws(network: nn.Module, key: Tensor | None, *, offset: int = 0) -> in
     """Let every random layer of a network draw from a key; returns how many there are.
 
     Args:
-        network: its `Dropout` and `ShakeShake` layers are bound, each to a stream of its own.
+        network: its layers of the kinds in this file are bound, each to a stream of its own.
         key: int64 scalar on the network's device, kept by reference: write each step's key into it.
             None goes back to torch's global generator.
         offset: number of images of the global batch in front of this rank's slice.
