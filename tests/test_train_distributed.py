@@ -191,7 +191,19 @@ def test_torchrun(tmp_path: Path) -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
+    assert "Warning" not in result.stderr
     assert result.stdout.count("test error, %") == 1
+    again = subprocess.run(
+        [*command, "--out", str(tmp_path / "two")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert again.stderr.count("isda: ") == WORLD
+    assert "already holds a run: use --resume" in again.stderr
+    assert "isda: another process of this training has stopped" in again.stderr
+    assert "in train\n" not in again.stderr  # no traceback of ours; torchrun has its own
     recipe = replace(RECIPES["digits-resnet8-isda"], epochs=2, batch_size=481, learning_rate=0.02)
     two = load_runs(tmp_path / "two")
     plans = [Plan(recipe.method, recipe, 0) for recipe in (recipe.baseline(), recipe)]

@@ -95,7 +95,7 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
         raise InputError(f"workers must be >= 0, got {options.workers}")
     if options.tensorboard:
         _summary_writer()
-    runs: dict[int, Run] = {}
+    begun, runs = False, dict[int, Run]()
     with (
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
@@ -106,27 +106,52 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
                 Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
                 for n in group
             ]
-            if rank == 0 and not runs:  # a mistake leaves no folders behind
-                lanes[0].require_fit()
-                if not options.resume:
-                    require_free(options.out / plan.name / str(plan.seed) for plan in plans)
-                runs = {
-                    number: Run.create(
-                        options.out,
-                        plan.name,
-                        plan.recipe,
-                        plan.seed,
-                        device=device,
-                        resume=options.resume,
-                    )
-                    for number, plan in enumerate(plans)
-                }
-                for run in runs.values():
-                    held.enter_context(run.held())
+            if not begun:
+                with _together():
+                    runs = _begin(plans, lanes[0], options, held) if rank == 0 else {}
+                begun = True
             for lane, number in zip(lanes, group, strict=True):
                 _restore(lane, runs.get(number))
             _train_together(lanes, [runs.get(number) for number in group], options)
     return [runs[number] for number in sorted(runs)]
+
+
+def _begin(
+    plans: Sequence[Plan], lane: Lane, options: Options, held: contextlib.ExitStack
+) -> dict[int, Run]:
+    """Runs of the plans, held for this process; a mistake leaves no folders behind."""
+    lane.require_fit()
+    if not options.resume:
+        require_free(options.out / plan.name / str(plan.seed) for plan in plans)
+    runs = {
+        number: Run.create(
+            options.out,
+            plan.name,
+            plan.recipe,
+            plan.seed,
+            device=lane.device,
+            resume=options.resume,
+        )
+        for number, plan in enumerate(plans)
+    }
+    for run in runs.values():
+        held.enter_context(run.held())
+    return runs
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Let a mistake that one process finds end all of them, which else would wait for it."""
+    mistake = None
+    try:
+        yield
+    except InputError as error:
+        mistake = error
+    _, found = distributed.agree(0, mistake is not None, None)
+    if mistake is not None:
+        raise mistake
+    if found:
+        raise InputError("another process of this training has stopped: see its message")
 
 
 def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
