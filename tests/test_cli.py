@@ -17,10 +17,11 @@ from PIL import Image
 
 from isda import __version__
 from isda.experiments import cli
+from isda.experiments.arguments import Arguments, parse
 from isda.experiments.cli import main
 from isda.experiments.flags import _one_line
 from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import RECIPES, Recipe
+from isda.experiments.recipes import RECIPES, Recipe, run_name
 from isda.experiments.runs import Run, load_runs, summary
 
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # of the bundled digits
@@ -497,6 +498,25 @@ def test_report_of_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0][6] == " → ".join(f"{np.mean(side):.3f}" for side in raw["test_loss"])
     assert rows[0][7] == " → ".join(f"{100 * np.mean(side):.2f}" for side in raw["test_ece"])
     assert all(cell in printed for cell in rows[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        (["--network", "timm:botnet26t_256"], 256),
+        (["--network=timm:cait_s24_384"], 384),
+        (["--network", "timm:botnet26t_256", "--image-size", "224"], 224),
+        (["--network", "resnet50"], 224),
+        ([], 224),
+    ],
+)
+def test_images_have_the_size_that_a_model_is_made_for(flags: list[str], size: int) -> None:
+    given, start, _ = parse(
+        Arguments, "train", ["--data", "imagefolder:photos", *flags], description=""
+    )
+    assert given.recipe.image_size == size
+    changed = run_name(given.recipe, start)
+    assert ("image_size" in changed) == ("--image-size" in flags)
 
 
 CHANGED = "+epochs=2+batch_size=16+image_size=32"

@@ -193,6 +193,20 @@ def test_random_layers_of_timm_draw_from_the_key() -> None:
     assert not torch.allclose(other, part, atol=1e-2)
 
 
+def test_timm_model_that_adds_to_its_head() -> None:
+    """An auxiliary head takes part in the output."""
+    for name, adds in (("timm:volo_d1_224", True), ("timm:test_resnet", False)):
+        network = create_network(name, num_classes=3).eval()
+        images = torch.randn(1, 3, 224, 224)
+        with torch.no_grad():
+            logits = network(images)
+            if not adds:
+                network.check(images, logits)
+                continue
+            with pytest.raises(InputError, match=f"{name} must give what its linear head makes"):
+                network.check(images, logits)
+
+
 def test_timm_models_that_cannot_be_built() -> None:
     with pytest.raises(InputError, match=r"timm:gemma4_vit_167m_enc cannot be built: .*drop_rate"):
         create_network("timm:gemma4_vit_167m_enc", num_classes=3)

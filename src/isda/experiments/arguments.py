@@ -9,6 +9,7 @@ import tyro
 
 from isda.experiments.errors import InputError
 from isda.experiments.flags import parse_flags
+from isda.experiments.networks import own_image_size
 from isda.experiments.recipes import DEFAULT, OWN_IMAGES, Method, Recipe, get_recipe
 from isda.experiments.train import Options
 
@@ -50,7 +51,8 @@ def parse(
         start = get_recipe(name)
     else:
         own = any("imagefolder:" in word for word in arguments)
-        start = _with_method(OWN_IMAGES if own else get_recipe(DEFAULT), arguments)
+        start = _with_own_size(OWN_IMAGES, arguments) if own else get_recipe(DEFAULT)
+        start = _with_method(start, arguments)
     given = parse_flags(
         kind,
         arguments,
@@ -70,11 +72,22 @@ def require_seeds(argument: str, seeds: Sequence[int]) -> None:
         raise InputError(f"{argument} must be different numbers from 0 to 2³² - 1, got {listed}")
 
 
+def _with_own_size(start: Recipe, arguments: list[str]) -> Recipe:
+    """The recipe with images of the size that the ``--network`` of the arguments is made for."""
+    size = own_image_size(_value_of("--network", arguments))
+    return start if size is None else replace(start, image_size=size)
+
+
 def _with_method(start: Recipe, arguments: list[str]) -> Recipe:
     """The recipe with the ``--method`` of the arguments, and the settings that go with it."""
-    words = [part for word in arguments for part in word.split("=")]
-    method: Any = next((b for a, b in pairwise(words) if a == "--method"), "")
+    method: Any = _value_of("--method", arguments)
     if method not in get_args(Method) or method == "isda":
         return start
     noise_rate = 0.05 if method == "disturb_label" else 0.0
     return replace(start.baseline(), method=method, noise_rate=noise_rate)
+
+
+def _value_of(flag: str, arguments: list[str]) -> str:
+    """Value of a flag before tyro reads the arguments; empty if it is not there."""
+    words = [part for word in arguments for part in word.split("=")]
+    return next((value for name, value in pairwise(words) if name == flag), "")

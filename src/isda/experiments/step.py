@@ -276,8 +276,11 @@ class Lane:
             shape = self.data.train_images.shape[1:]
         size = f"{shape[1]} x {shape[2]} pixels"
         self.network.eval()
-        with torch.no_grad(), refusing(f"{self.recipe.network} does not take images of {size}"):
-            self.network(torch.zeros(2, *shape, device=self.device))
+        images = torch.linspace(-1, 1, 2 * shape.numel(), device=self.device).view(2, *shape)
+        with torch.no_grad():
+            with refusing(f"{self.recipe.network} does not take images of {size}"):
+                logits = self.network(images)
+            self.network.check(images, logits)
         self.network.train()
 
     def _data_size(self) -> list[int]:

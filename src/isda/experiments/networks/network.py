@@ -33,6 +33,9 @@ class Network(nn.Module):
         """Logits (N, C)."""
         return self.get_classifier()(self.forward_features(x))
 
+    def check(self, images: Tensor, logits: Tensor) -> None:
+        """Raise InputError if the logits of these images are not the network's own."""
+
     @property
     def num_features(self) -> int:
         """A, the width of the features."""

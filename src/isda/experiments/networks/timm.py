@@ -4,6 +4,7 @@ from typing import Any
 
 import timm
 import timm.layers
+import torch
 from torch import Tensor, nn
 
 from isda.experiments.errors import InputError, unknown
@@ -57,6 +58,14 @@ class TimmNetwork(Network):
         except AssertionError as error:  # some models refuse a size without a word
             reason = str(error) or f"the model is made for size {image_size(self.name)}"
             raise ValueError(reason) from error
+
+    def check(self, images: Tensor, logits: Tensor) -> None:
+        """Refuse a model that does more than to hand its features to its head."""
+        if not torch.allclose(self.model(images), logits, rtol=1e-3, atol=1e-3):
+            raise InputError(
+                f"timm:{self.name} must give what its linear head makes of its features, as ISDA "
+                "takes for granted, but adds something to it"
+            )
 
     def get_classifier(self) -> nn.Linear:
         return self.model.get_classifier()
