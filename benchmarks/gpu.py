@@ -1,0 +1,106 @@
+"""Every record of docs/speed.md and docs/training.md, on the GPU at hand.
+
+    python benchmarks/gpu.py --out records
+
+``compile`` fills torch's cache with all networks of the paper, several at a time: one after the
+other they take half an hour. ``cost``, ``kernels`` and ``train`` then measure, with nothing else on
+the machine. A step that was killed can be started again; ``cost`` goes on where it was.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from isda.experiments.bench import isda_recipe
+from isda.experiments.networks import NETWORKS, create_network
+
+STEPS = ("compile", "cost", "kernels", "train")
+FOLDER = Path(__file__).parent
+LARGEST_BATCH = 256  # of isda cost
+HIGH = ("128,100,64,full", "128,100,512,full", "128,100,640,full")  # shapes also measured so
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the CSV files")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="default: all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiled at a time")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
+    given = parser.parse_args(arguments)
+    if given.jobs < 1:
+        parser.error(f"--jobs must be >= 1, got {given.jobs}")
+    for step in given.steps:
+        commands = commands_of(step, given.out)
+        if given.dry_run:
+            print("\n".join(map(shlex.join, commands)))
+            continue
+        with ThreadPoolExecutor(given.jobs if step == "compile" else 1) as pool:
+            codes = list(pool.map(run, commands))
+        failed = [command for command, code in zip(commands, codes, strict=True) if code]
+        if failed:
+            sys.exit("failed: " + "; ".join(map(shlex.join, failed)))
+
+
+def commands_of(step: str, out: Path) -> list[list[str]]:
+    """The commands of a step."""
+    cifar = [name for name in networks() if isda_recipe(name).data != "imagenet"]
+    imagenet = [name for name in networks() if name not in cifar]
+    train = [sys.executable, str(FOLDER / "train.py")]
+    cost = [sys.executable, "-m", "isda.experiments.cli", "cost", "--resume", "--networks"]
+    kernels = [sys.executable, str(FOLDER / "kernels.py"), "--out", str(out / "kernels.csv")]
+    if step == "compile":
+        return [[*train, *compile_flags(name)] for name in sorted(networks(), key=depth)[::-1]]
+    if step == "cost":
+        return [
+            [*cost, *cifar, "--steps", "32", "--out", str(out / "cost_cifar.csv")],
+            [*cost, *imagenet, "--steps", "8", "--out", str(out / "cost_imagenet.csv")],
+        ]
+    if step == "kernels":
+        pieces = ("--pieces", "update and quadratic", "loss")
+        return [
+            [*kernels, "--precision", "medium"],
+            [*kernels, "--precision", "high", "--shapes", *HIGH, *pieces],
+        ]
+    timed = [*train, "--out", str(out / "train.csv"), "--epochs", "3", "--networks"]
+    return [
+        [*timed, "resnet32", "--side-by-side", "1", "6"],
+        [*timed, "resnet110", "--side-by-side", "1", "4"],
+        [*timed, "wide_resnet16_8", "wide_resnet28_10"],
+    ]
+
+
+def networks() -> list[str]:
+    """The networks of the paper."""
+    return [name for name in NETWORKS if isda_recipe(name).data != "digits"]
+
+
+def depth(name: str) -> int:
+    """Number of tensors: what takes longest to compile has most."""
+    with torch.device("meta"):
+        return len(list(create_network(name, num_classes=2).parameters()))
+
+
+def compile_flags(name: str) -> list[str]:
+    """Two steps of cross entropy with the batch of ``isda cost``."""
+    recipe = isda_recipe(name)
+    batch = min(recipe.batch_size, LARGEST_BATCH)
+    flags = ["--data", recipe.data, "--networks", name, "--methods", "ce", "--no-capture"]
+    return [*flags, "--images", str(2 * batch), "--set", f"batch_size={batch}"]
+
+
+def run(command: list[str]) -> int:
+    """Run a command, which prints what it does; its exit code."""
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    main()

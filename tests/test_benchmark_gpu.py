@@ -1,0 +1,76 @@
+"""The script of all GPU records: every network of the paper, in commands that parsers take."""
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from isda.experiments.networks import NETWORKS
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+PAPER = {*NETWORKS} - {"resnet8"}
+OUT = Path("records")
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_gpu", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def value(command: list[str], flag: str) -> str:
+    return command[command.index(flag) + 1]
+
+
+def test_all_networks_are_compiled_the_deepest_first(gpu: ModuleType) -> None:
+    found = gpu.commands_of("compile", OUT)
+    names = [value(command, "--networks") for command in found]
+    assert (len(names), {*names}) == (17, PAPER)
+    assert names[0] == "densenet265"
+    by_name = dict(zip(names, found, strict=True))
+    assert value(by_name["resnet50"], "--set") == "batch_size=256"  # that of isda cost
+    assert value(by_name["densenet_bc100_12"], "--set") == "batch_size=64"
+    assert value(by_name["resnet32"], "--images") == "256"
+
+
+def test_all_networks_are_measured(gpu: ModuleType) -> None:
+    found = gpu.commands_of("cost", OUT)
+    assert {word for command in found for word in command} >= PAPER
+    assert [value(command, "--out") for command in found] == [
+        "records/cost_cifar.csv", "records/cost_imagenet.csv"
+    ]  # fmt: skip
+    assert all("--resume" in command for command in found)
+
+
+@pytest.mark.parametrize("step", ["kernels", "train"])
+def test_commands_are_taken(gpu: ModuleType, step: str) -> None:
+    """A wrong flag at the end is all that the parsers mind."""
+    command = gpu.commands_of(step, OUT)[1]
+    done = subprocess.run([*command, "--wrong"], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith("unrecognized arguments: --wrong")
+
+
+def test_what_is_run(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def run(command: list[str]) -> int:
+        ran.append(command)
+        return int("records/train.csv" in command)
+
+    monkeypatch.setattr(gpu, "run", run)
+    gpu.main(["--out", "records", "--steps", "cost", "kernels", "--jobs", "3"])
+    assert ran == gpu.commands_of("cost", OUT) + gpu.commands_of("kernels", OUT)
+    with pytest.raises(SystemExit, match=r"failed: .*resnet32"):
+        gpu.main(["--out", "records", "--steps", "train"])
+    ran.clear()
+    gpu.main(["--out", "records", "--steps", "train", "--dry-run"])
+    assert capsys.readouterr().out.count("train.csv") == 3
+    assert not ran
