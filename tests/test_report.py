@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from isda.experiments.comparison import signed
+from isda.experiments.comparison import create_side, signed
 from isda.experiments.errors import InputError
 from isda.experiments.layout import NAMES
 from isda.experiments.published import COST
@@ -29,8 +29,10 @@ from isda.experiments.report import (
     write_report_page,
 )
 from isda.experiments.runs import Run, load_runs
+from isda.experiments.statistics import difference
 
 CE, ISDA = "digits-resnet8-ce", "digits-resnet8-isda"
+FIRST = "cifar10-resnet110"
 
 
 def make_run(
@@ -157,6 +159,30 @@ def test_a_seed_without_a_partner_is_left_out_and_named(out):
     result = comparison(load_runs(out), CE, ISDA)
     assert signed(result.difference) == expected
     assert sentence(result).endswith("3 paired seeds; without 3, which one side lacks)")
+
+
+def test_labels_are_those_of_what_was_trained(tmp_path):
+    for name, changes in (
+        (CE, {}),
+        (f"{CE}+method=focal", {"method": "focal"}),
+        (f"{FIRST}-dropout", {}),
+        (f"{FIRST}-dropout_isda", {}),
+        (f"{FIRST}-identity_isda", {"start": f"{FIRST}-isda", "covariance": "identity"}),
+    ):
+        make_run(tmp_path, name, 0, 3.0 + len(name) / 10, **changes)
+    runs = load_runs(tmp_path)
+    labels = {name: create_side(runs, name).label for name in {run.name for run in runs}}
+    assert [*sorted(labels.values())] == [
+        "Cross entropy", "Dropout", "Dropout + ISDA", "Focal loss", "ISDA with identity matrix"
+    ]  # fmt: skip
+    result = comparison(runs, f"{FIRST}-dropout", f"{FIRST}-dropout_isda")
+    assert sentence(result).startswith("Dropout + ISDA raises the test error of Dropout by 0.50")
+
+
+def test_differences_without_spread_are_not_called_significant():
+    change = difference({0: 10.0, 1: 11.0}, {0: 9.0, 1: 10.0})
+    assert (change.interval, change.significant) == ((-1.0, -1.0), False)
+    assert difference({0: 10.0, 1: 11.0}, {0: 9.0, 1: 10.001}).significant
 
 
 def test_unfinished_runs_are_left_out_and_counted(out):
@@ -363,7 +389,6 @@ def test_broken_markers_are_refused(tmp_path, text):
 
 
 RESULTS = Path(__file__).parents[1] / "results"
-FIRST = "cifar10-resnet110"
 
 
 @pytest.fixture(scope="module")
@@ -464,6 +489,9 @@ def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
             (f"{ISDA}+batch_size=16", small),
             ("digits-resnet8-focal+batch_size=16", {**small, "start": CE, "method": "focal"}),
             (f"{ISDA}+lambda_0=2.0", {"lambda_0": 2.0}),  # of no baseline
+            (f"{CE}+hold_out=99", {"hold_out": 99}),  # on validation images
+            (f"{ISDA}+hold_out=99", {"hold_out": 99}),
+            (f"{FIRST}-isda+method=ce+lambda_0=0.0", {"start": f"{FIRST}-ce"}),  # ce once more
         ):
             make_run(tmp_path, name, seed, 6.0 + len(name) / 100, **changes)
     text = report_markdown(load_runs(tmp_path))
@@ -476,7 +504,7 @@ def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
         f"{ISDA}+batch_size=16",
     ]
     assert all("→ 6." in row[6] for row in rows)
-    assert "belong to no cell and no comparison: 2." in text
+    assert "belong to no cell and no comparison: 8." in text
     write_report_page(tmp_path / "report.html", load_runs(tmp_path))
     assert searched in (tmp_path / "report.html").read_text(encoding="utf-8")
     assert f"`{searched}`" in markdown_table(load_runs(tmp_path), FIRST)

@@ -63,14 +63,13 @@ def test_commit_of_a_copy_is_the_one_given(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [{"name": 5}, {"seed": "0"}, {"environments": ["x"]}, {"environments": []}]
+    "change",
+    [{"name": 5}, {"recipe": []}, {"seed": "0"}, {"environments": ["x"]}, {"environments": []}],
 )
 def test_a_record_of_another_kind_is_refused(run, change):
     path = run.folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(
-        InputError, match=rf"config.json is not the record of a run: .*{next(iter(change))}"
-    ):
+    with pytest.raises(InputError, match=r"config.json is not the record of a run: "):
         Run(run.folder)
 
 
@@ -81,6 +80,7 @@ def test_a_record_of_another_kind_is_refused(run, change):
         ([line(0), line(2)], 2),  # one is missing
         ([line(epoch) for epoch in range(13)], 13),  # more than the recipe has
         ([line(0), {"epoch": 1, "test_error": float("nan")}], 2),
+        ([line(0), {"epoch": 1, "test_loss": 0.1}], 2),
     ],
 )
 def test_epochs_that_do_not_follow_one_another(run, lines, wrong):

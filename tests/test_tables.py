@@ -10,7 +10,8 @@ from PIL import Image
 from test_data import cifar_arrays
 from test_report import make_run, raw_errors
 
-from isda.experiments import cli, report, step, tables
+import isda
+from isda.experiments import baselines, cli, report, step, tables
 from isda.experiments.errors import InputError
 from isda.experiments.layout import Cell
 from isda.experiments.networks import create_network
@@ -304,6 +305,22 @@ def tiny_data(tmp_path_factory):
     return root
 
 
+def assert_criterion(criterion, name):
+    """The loss and its covariance are those that the name of a recipe promises."""
+    data, _, method = name.split("-")
+    if not method.endswith("isda"):
+        losses = {"large_margin": baselines.LargeMarginLoss, "focal": baselines.FocalLoss,
+                  "disturb_label": baselines.DisturbLabelLoss, "center": baselines.CenterLoss,
+                  "lq": baselines.LqLoss}  # fmt: skip
+        assert type(criterion) is losses.get(method, baselines.CrossEntropyLoss)
+        return
+    assert type(criterion) is isda.ISDALoss
+    usual = isda.DiagonalCovariance if data == "imagenet" else isda.FullCovariance
+    estimators = {"identity": isda.IdentityCovariance, "diagonal": isda.DiagonalCovariance,
+                  "shared": isda.SharedCovariance}  # fmt: skip
+    assert type(criterion.estimator) is estimators.get(method.partition("_")[0], usual)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", TABLES)
 def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
@@ -314,7 +331,14 @@ def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
         built.append((name, options["drop_rate"]))
         return create_network("resnet8", **options)
 
+    criteria = {}
+
+    def known_criterion(recipe, **options):
+        criteria[recipe] = baselines.create_criterion(recipe, **options)
+        return criteria[recipe]
+
     monkeypatch.setattr(step, "create_network", small_network)
+    monkeypatch.setattr(step, "create_criterion", known_criterion)
     table = TABLES[number]
     paper = {cell.recipe: str(cell.paper) for cell in table.cells if cell.recipe}
     visited = set()
@@ -333,6 +357,7 @@ def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
             result = summary(run)
             assert run.recipe == recipe
             assert result.finished
+            assert_criterion(criteria[recipe], name)
             assert [record["strength"] for record in run.metrics()] == [
                 recipe.lambda_0 * progress
                 for progress in ((1, 1) if recipe.ramp == "constant" else (0, 0.5))

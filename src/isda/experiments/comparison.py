@@ -4,8 +4,8 @@ The result of a run is its mean over the last 10 epochs; of a recipe, mean ± st
 seeds; of two recipes, the difference with a 95 % interval, paired where the seeds are the same.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import jinja2
 from isda.experiments.curves import BASELINE, METHOD, Line, curves
 from isda.experiments.errors import InputError
 from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import Recipe, differing_fields
+from isda.experiments.recipes import COMPANIONS, Recipe, differing_fields
 from isda.experiments.runs import LAST_EPOCHS, Run, Summary, summary, write_text
 from isda.experiments.statistics import Difference, difference, estimate
 
@@ -60,9 +60,20 @@ class Side:
     def label(self) -> str:
         """Method in words, such as ``Cutout + ISDA``."""
         method = self.name.partition("+")[0].rpartition("-")[2]
+        told = "isda" if method.endswith("isda") else "ce" if method in COMPANIONS else method
+        if told != self.recipe.method:  # changed since
+            method = self.recipe.method
         if method in _LABELS:
             return _LABELS[method]
         return " + ".join(_LABELS.get(part, part.capitalize()) for part in method.split("_"))
+
+    def only(self, seeds: Collection[int]) -> "Side":
+        """The same with the runs of some seeds."""
+        return replace(
+            self,
+            runs={seed: run for seed, run in self.runs.items() if seed in seeds},
+            summaries={seed: one for seed, one in self.summaries.items() if seed in seeds},
+        )
 
     @property
     def result(self) -> str:
@@ -120,20 +131,27 @@ def comparison(runs: Iterable[Run], baseline_name: str, method_name: str) -> Com
 
 
 def compare(baseline: Side, method: Side) -> Comparison:
-    """Compare a method with its baseline."""
-    return Comparison(baseline, method, difference(baseline.errors, method.errors))
+    """Compare a method with its baseline; of runs that are paired, those without partner go."""
+    change = difference(baseline.errors, method.errors)
+    if change.paired:
+        shared = baseline.errors.keys() & method.errors.keys()
+        baseline, method = baseline.only(shared), method.only(shared)
+    return Comparison(baseline, method, change)
 
 
 def pair_up(sides: Iterable[Side]) -> list[Comparison]:
     """Every method beside the plain cross entropy of the same training, where both were run."""
-    sides = list(sides)
-    return [
-        compare(baseline, method)
+    sides = sorted(sides, key=lambda side: len(side.name))  # of the same by two names, the shorter
+    pairs = [
+        (
+            next((b for b in sides if same_training(b.recipe, method.recipe.baseline())), None),
+            method,
+        )
         for method in sides
         if method.recipe.method != "ce"
-        for baseline in sides
-        if same_training(baseline.recipe, method.recipe.baseline())
     ]
+    found = [compare(baseline, method) for baseline, method in pairs if baseline is not None]
+    return sorted(found, key=lambda result: result.method.name)
 
 
 def create_side(runs: Iterable[Run], name: str) -> Side:
@@ -176,9 +194,12 @@ def sentence(result: Comparison) -> str:
         seeds += f"; without {lacking}, which one side lacks"
     points = f"{abs(change):.2f}"
     verb = "lowers" if change > 0 else "raises"
-    effect = f"{result.method.label} {verb} the {result.split} error by {points} points"
+    error = f"the {result.split} error"
+    if result.baseline.label != _LABELS["ce"]:
+        error += f" of {result.baseline.label}"
+    effect = f"{result.method.label} {verb} {error} by {points} points"
     if float(points) == 0:
-        effect = f"{result.method.label} leaves the {result.split} error as it is"
+        effect = f"{result.method.label} leaves {error} as it is"
     if interval is None:
         return f"{effect} ({seeds}); an interval needs at least 2 seeds on each side"
     low, high = sorted((-interval[0], -interval[1]) if change > 0 else interval)

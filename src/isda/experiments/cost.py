@@ -292,17 +292,18 @@ def measured_lines(path: Path) -> list[dict[str, str]]:
         raise InputError(f"{path} cannot be read: {error}") from error
     if missing:
         raise InputError(f"{path} must be a CSV file of isda cost, it has no column {missing[0]}")
-    cases: dict[str, set[str]] = {}
+    cases: dict[tuple[str, str], set[str]] = {}
     for line in lines:
-        cases.setdefault(line["network"], set()).add(line["case"])
+        cases.setdefault((line["network"], line.get("device", "")), set()).add(line["case"])
         numbers = [name for name in (*_PAPER, "added_mebibytes") if line[name]]
-        numbers += ["parameters", "theoretical_percent"]
+        numbers.append("theoretical_percent")
         numbers += [] if line["note"] else ["milliseconds", "added_percent"]
         bad = [name for name in numbers if not _is_number(line[name])]
+        bad += [] if line["parameters"].isdecimal() else ["parameters"]
         if bad or "" in line:
             what = f"{bad[0]} {line[bad[0]]!r}" if bad else "more cells than columns"
             raise InputError(f"{path} has {what} for {line['network']}, {line['case']}")
-    for network, found in cases.items():
+    for (network, _), found in cases.items():
         if found != {*CASES}:
             raise InputError(
                 f"{path} must have {', '.join(CASES)} for {network}, has {', '.join(sorted(found))}"

@@ -17,6 +17,7 @@ from isda.experiments.augment import AUGMENTATIONS
 from isda.experiments.errors import InputError, unknown
 
 __all__ = [
+    "COMPANIONS",
     "DEFAULT",
     "OWN_IMAGES",
     "RECIPES",
@@ -282,7 +283,7 @@ def baseline_of(name: str) -> str:
     if method.partition("_")[2] not in ("", "isda") or not method.endswith("isda"):
         raise InputError(f"recipe must end in isda to have a baseline, got {name!r}")
     extra = method.removesuffix("isda").removesuffix("_")
-    return f"{training}-{extra if extra in _COMPANIONS else 'ce'}"
+    return f"{training}-{extra if extra in COMPANIONS else 'ce'}"
 
 
 def differing_fields(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:
@@ -294,7 +295,8 @@ def differing_fields(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
 
 
-_COMPANIONS = ("cutout", "autoaugment", "dropout")  # what ISDA is combined with in Tables 3 and 4
+COMPANIONS = ("cutout", "autoaugment", "dropout")
+"""What ISDA is combined with in Tables 3 and 4."""
 
 _CHOICES = {
     "method": get_args(Method),

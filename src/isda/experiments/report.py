@@ -310,8 +310,14 @@ def _found(runs: Iterable[Run]) -> _Found:
 
 
 def _sides(runs: Iterable[Run]) -> list[Side]:
-    """The finished runs of every name, in the order of the names."""
-    runs = [run for run in runs if summary(run).finished]
+    """The finished runs of every name on the test set; of the paper's recipes unchanged ones."""
+    runs = [
+        run
+        for run in runs
+        if summary(run).finished
+        and not run.recipe.hold_out
+        and same_training(run.recipe, RECIPES.get(run.name, run.recipe))
+    ]
     return [create_side(runs, name) for name in sorted({run.name for run in runs})]
 
 

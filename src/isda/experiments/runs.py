@@ -71,10 +71,10 @@ class Run:
                 raise TypeError(f"name {self.name!r}, seed {self.seed!r}")
             if not self.environments or not all(isinstance(e, dict) for e in self.environments):
                 raise TypeError(f"environments {self.environments!r}")
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is not the record of a run: {error!r}") from error
         except InputError as error:
             raise InputError(f"{path} is not the record of a run: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} is not the record of a run: {error!r}") from error
         self._trusted = True  # whether checkpoint.pt may replace checkpoint.previous.pt
 
     @classmethod
@@ -169,7 +169,7 @@ class Run:
             if (
                 not (isinstance(record, dict) and record.get("epoch") == epoch < self.recipe.epochs)
                 or not all(isinstance(value, int | float) for value in record.values())
-                or not math.isfinite(record.get("test_error", 0))  # of images: always a number
+                or not math.isfinite(record.get("test_error", math.nan))
             ):
                 raise InputError(
                     f"{path} is damaged: line {epoch + 1} is not the record of epoch {epoch} of "

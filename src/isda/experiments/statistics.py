@@ -55,8 +55,9 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval leaves out zero."""
-        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+        """Whether the interval leaves out zero; one without width, of runs alike, says nothing."""
+        low, high = self.interval or (0.0, 0.0)
+        return high - low > 1e-9 and (low > 0 or high < 0)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
