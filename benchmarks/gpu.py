@@ -3,8 +3,8 @@
     python benchmarks/gpu.py --out records
 
 ``compile`` fills torch's cache with all networks of the paper, several at a time: one after the
-other they take half an hour. ``cost``, ``kernels`` and ``train`` then measure, with nothing else on
-the machine. A step that was killed can be started again; ``cost`` goes on where it was.
+other takes longer than all the rest. ``cost``, ``kernels`` and ``train`` then measure, with nothing
+else on the machine. A step that was killed can be started again; ``cost`` goes on where it was.
 """
 
 import argparse

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning  # type: ignore[assignment]
             _COMMANDS[command](rest)
+        sys.stdout.flush()  # here, where a reader that is gone is no surprise
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2

@@ -50,15 +50,11 @@ class Dropout(_RandomLayer):
         return f"drop_rate={self.drop_rate}"
 
 
-class DropPath(_RandomLayer):
+class DropPath(Dropout):
     """Zeroes all of an image with probability ``drop_rate``, scales others by 1 / (1 - drop_rate).
 
     Stochastic depth (Huang et al., 2016), at the end of a branch.
     """
-
-    def __init__(self, drop_rate: float) -> None:
-        super().__init__()
-        self.drop_rate = drop_rate
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -69,9 +65,6 @@ class DropPath(_RandomLayer):
         else:
             drawn = self.uniform(shape, self.key)
         return x * (drawn >= self.drop_rate) * (1 / (1 - self.drop_rate))
-
-    def extra_repr(self) -> str:
-        return f"drop_rate={self.drop_rate}"
 
 
 class ShakeShake(_RandomLayer):
