@@ -15,9 +15,11 @@ from isda import FullCovariance, ISDALoss, batch, functional, kernels, per_class
 from isda.bound import bound, is_number
 from isda.functional import Moments
 
-# (N, C, A): below, at and above the kernels' blocks of 64 features, 16 samples and slots of classes
+# (N, C, A): below, at and above the kernels' blocks of 64 features, 16 samples and slots of
+# classes; few and many samples of a class
 SHAPES = [
     (7, 13, 5), (23, 3, 70), (40, 4, 130), (1, 3, 64), (0, 3, 5), (20, 40, 17), (5, 2, 1),
+    (24, 12, 70),
 ]  # fmt: skip
 ids = [str(shape) for shape in SHAPES]
 gpu = pytest.mark.gpu
@@ -410,9 +412,11 @@ def test_compiles_without_a_gpu(shape, precision, compiled):
     kernels.weight_gradient(torch.zeros(shape[:2]), target, *products[1:])
     variance = moments.mean.clone()
     kernels.update_variances(moments.count, moments.mean, variance, features, target, 1.0)
+    many = shape[0] > 2 * shape[1]  # samples of a class, which are merged by a kernel of their own
     assert compiled == [
-        "_class_statistics", "_update", "_class_statistics", "_split", "_update_and_multiply",
-        "_gather_rows", "_sum_rows", "_weight_gradient", "_class_statistics",
+        "_class_statistics", "_update", "_class_statistics", *["_update"] * many, "_split",
+        "_update_and_multiply", "_gather_rows", "_sum_rows", "_weight_gradient",
+        "_class_statistics",
     ]  # fmt: skip
 
 

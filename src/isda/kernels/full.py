@@ -2,12 +2,13 @@
 
 With at most 256 classes, one kernel does both: a program holds a block of rows of one Σ_c and walks
 along the columns; every tile is read once, merged with the batch (Eq. 10), written once, and
-multiplied with the weights of all classes while it is at hand. With more, the products are what
-takes time: the update leaves a copy in bfloat16, and cuBLAS multiplies the copies.
+multiplied with the weights of all classes while it is at hand. (If classes have many samples each,
+it is merged by the kernel of the update before.) With more, the products are what takes time: the
+update leaves a copy in bfloat16, and cuBLAS multiplies the copies.
 
 Products run on tensor cores in bfloat16: with precision "high" each number is the sum of two
 (relative error of a product about 2⁻¹⁶), with "medium" it is one (2⁻⁸); they are summed in float32
-(and those of many classes with "medium" kept in bfloat16). Statistics are float32 throughout.
+and with "medium" kept in bfloat16. Statistics are float32 throughout.
 """
 
 import functools
@@ -32,6 +33,7 @@ __all__ = [
 _CLASSES = 256  # most classes that the fused kernel takes
 _COLUMNS = 64  # of a covariance, in a tile of the fused kernel
 _TILE = 64  # rows and columns of a covariance that the update holds at a time
+_BATCH_ROWS = 4  # of a class, that the fused kernel merges as it goes along
 
 
 class Products(NamedTuple):
@@ -113,7 +115,7 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
     num_classes, num_features = weight.shape
     fused = num_classes <= _CLASSES
     parts = blocks(num_features, _rows(num_features, precision)) if fused else 1
-    dtype = torch.float32 if fused or precision == "high" else torch.bfloat16
+    dtype = torch.float32 if precision == "high" else torch.bfloat16
     return (
         weight.new_empty(slots, parts, num_classes),
         weight.new_empty(slots, num_classes, num_features, dtype=dtype),
@@ -143,10 +145,13 @@ def _multiply(
     result = Products(*empty, found.slot, found.own_classes)
     if not len(found.classes):
         return result
-    if len(weight) <= _CLASSES:
+    num_classes, num_features = weight.shape
+    if num_classes <= _CLASSES:
+        if count is not None and len(found.rows) > (_BATCH_ROWS - 1) * num_classes:
+            _launch_update(covariance, found, None, count)
+            count = None
         _launch_fused(covariance, found, weight, result, precision, first_class, count)
         return result
-    num_classes, num_features = weight.shape
     slots, parts = len(found.own_classes), 3 if precision == "high" else 1
     copies = weight.new_empty(slots, parts * num_features, num_features, dtype=torch.bfloat16)
     _launch_update(covariance, found, copies, count)
@@ -264,10 +269,9 @@ def _launch_fused(
         high.shape[1],
         first_class,
         merge=count is not None,
-        many=_has_many(found),
         precise=precise,
         interpreted=not covariance.is_cuda,
-        batch_rows=4 if len(found.rows) <= 3 * num_classes else 16,
+        batch_rows=_BATCH_ROWS,
         rows_block=rows_block,
         columns_block=columns_block,
         classes_block=classes_block,
@@ -502,7 +506,6 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     padded_features,
     first_class,
     merge: tl.constexpr,
-    many: tl.constexpr,
     precise: tl.constexpr,
     interpreted: tl.constexpr,
     batch_rows: tl.constexpr,
@@ -528,7 +531,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
                 column = first + tl.arange(0, columns_block)
                 mask = row_inside[:, None] & (column < width)[None, :]
                 tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0) * keep
-                tile = _merge(tile, line, batch_rows, number + 1, row, column, rows_stride, many)
+                tile = _merge(tile, line, batch_rows, number + 1, row, column, rows_stride, False)
                 tl.store(tile_row + column[None, :], tile, mask=mask)
             keep = 1.0
             tl.debug_barrier()

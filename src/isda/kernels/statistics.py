@@ -220,16 +220,12 @@ def _class_statistics(  # type: ignore[no-untyped-def]
         return
     if number == 0:
         return
-    amount = tl.cast(number, tl.float32)
-    seen = tl.load(count + label) + number
-    weight = amount / seen.to(tl.float32)
-    if fade:  # in float64: the difference to 1 may be small
-        least = 1.0 - tl.exp(tl.cast(number, tl.float64) * log_decay)
-        weight = tl.maximum(weight, least.to(tl.float32))
-    if tl.program_id(1) == 0:
-        tl.store(share + label, weight)
     column = tl.program_id(1) * features_block + tl.arange(0, features_block)
     inside = column < num_features
+    line = label.to(tl.int64) * num_features + column
+    # ahead of the loop, so that their ways from memory overlap
+    seen = tl.load(count + label) + number
+    old_mean = tl.load(mean + line, mask=inside, other=0.0)
     summed = tl.zeros((features_block,), dtype=tl.float32)
     for first in range(begin, end, samples_block):
         position = first + tl.arange(0, samples_block)
@@ -243,9 +239,14 @@ def _class_statistics(  # type: ignore[no-untyped-def]
                 other=0.0,
             )
             summed += tl.sum(tile.to(tl.float32), 0)
+    amount = tl.cast(number, tl.float32)
+    weight = amount / seen.to(tl.float32)
+    if fade:  # in float64: the difference to 1 may be small
+        least = 1.0 - tl.exp(tl.cast(number, tl.float64) * log_decay)
+        weight = tl.maximum(weight, least.to(tl.float32))
+    if tl.program_id(1) == 0:
+        tl.store(share + label, weight)
     batch_mean = summed / amount
-    line = label.to(tl.int64) * num_features + column
-    old_mean = tl.load(mean + line, mask=inside, other=0.0)
     shift = batch_mean - old_mean
     tl.store(mean + line, old_mean + weight * shift, mask=inside)  # Eq. 9
     spread = tl.zeros((features_block,), dtype=tl.float32)
