@@ -33,6 +33,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.memory import peak_host_memory
 from isda.experiments.published import COST
 from isda.experiments.recipes import get_recipe
+from isda.experiments.runs import environment
 
 WEIGHTS = {  # with torchvision's counts of parameters and multiply-adds
     "resnet50": models.ResNet50_Weights.IMAGENET1K_V1,
@@ -365,7 +366,7 @@ def test_resume(tmp_path: Path, device: torch.device) -> None:
     """What is there stays as it is; what was not measured is."""
     path = tmp_path / "cost.csv"
     theory = [usual(name) for name in ("resnet50", "resnet8")]
-    write_costs(path, theory, {"resnet50": measure(Machine)}, torch.device("cpu"))
+    write_costs(path, theory, {"resnet50": measure(Machine)}, device)
     old = path.read_text().replace(torch.__version__, "1.0")
     path.write_text(old)
     words = ["--batch-size", "4", "--steps", "1", "--repeats", "1", "--device", device.type]
@@ -374,6 +375,15 @@ def test_resume(tmp_path: Path, device: torch.device) -> None:
     assert lines[:4] == old.splitlines()[:4]
     assert [row["network"] for row in read(path)[3:]] == ["resnet8"] * 3
     assert read(path)[3]["torch"] == torch.__version__
+    for change in (["--batch-size", "3"], ["--num-classes", "7"], ["--image-size", "9"]):
+        main(["--networks", "resnet8", *words, *change, "--out", str(path), "--resume"])
+        assert [row["network"] for row in read(path)[-6:]] == ["resnet8"] * 6
+        assert path.read_text().splitlines()[: len(lines)] == lines
+        lines = path.read_text().splitlines()
+    assert len(lines) == 1 + 3 * 5
+    path.write_text(path.read_text().replace(environment(device)["device"], "another machine"))
+    main(["--networks", "resnet8", *words, "--out", str(path), "--resume"])
+    assert len(read(path)) == 3 * 6
     with pytest.raises(InputError, match="resume needs out"):
         main(["--networks", "resnet8", "--resume"])
 
@@ -440,7 +450,8 @@ def test_resume_keeps_columns_that_are_no_more(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     more = [line + end for line, end in zip(lines, (",weather", *[",fair"] * 3), strict=True)]
     path.write_text("\n".join(more))
-    main(["--networks", "resnet8", "--device", "cpu", "--out", str(path), "--resume"])
+    words = ["--networks", "resnet8", "--batch-size", "4", "--device", "cpu"]
+    main([*words, "--out", str(path), "--resume"])
     assert path.read_text().splitlines() == more
 
 

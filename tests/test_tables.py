@@ -253,6 +253,7 @@ def test_folder_that_is_read_if_none_is_given(tmp_path, monkeypatch, capsys):
         (row,) = [line for line in lines if "31.20 ± 0.41" in line]
         return row.split("|")[6].strip()
 
+    (tmp_path / "runs").mkdir()  # and empty
     assert tables.usual_folder() is None
     tables.main(["2"])  # the paper's numbers need no records
     assert capsys.readouterr().out.count("· |") == 32

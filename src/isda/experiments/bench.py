@@ -36,6 +36,7 @@ __all__ = [
     "isda_recipe",
     "measured_cost",
     "random_images",
+    "usual_batch_size",
 ]
 
 SHAPES: dict[str, tuple[int, tuple[int, int, int]]] = {
@@ -93,7 +94,7 @@ def measured_cost(
     recipe = isda_recipe(network)
     num_classes, shape = image_shape(recipe, num_classes, image_size)
     if batch_size is None:
-        batch_size = min(recipe.batch_size, 256 if on_gpu else 8)
+        batch_size = usual_batch_size(network, device)
     if steps is None:
         steps = 20 if on_gpu else 2
     for name, value, least in (
@@ -117,6 +118,11 @@ def measured_cost(
         )
         times, peaks = _take_turns(partial(_Bench, recipe, data, device), repeats)
     return _summary(times, peaks, batch_size=batch_size, precision=recipe.precision)
+
+
+def usual_batch_size(network: str, device: torch.device) -> int:
+    """The recipe's batch size, but at most 256, on a CPU 8."""
+    return min(isda_recipe(network).batch_size, 256 if device.type == "cuda" else 8)
 
 
 def isda_recipe(network: str) -> Recipe:

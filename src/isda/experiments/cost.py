@@ -17,7 +17,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from isda.experiments.bench import CASES, MeasuredCost, image_shape, isda_recipe, measured_cost
+from isda.experiments.bench import (
+    CASES,
+    MeasuredCost,
+    image_shape,
+    isda_recipe,
+    measured_cost,
+    usual_batch_size,
+)
 from isda.experiments.comparison import text_table
 from isda.experiments.errors import InputError, refusing
 from isda.experiments.flags import parse_flags
@@ -223,7 +230,7 @@ class _Arguments:
     """CSV file to write the numbers to."""
 
     resume: bool = False
-    """Keep what the CSV file has already, and measure the other networks."""
+    """Keep what the CSV file has, and measure what it lacks of these networks, sizes, device."""
 
     table: tuple[Path, ...] = ()
     """Measure nothing: print such CSV files as a Markdown table."""
@@ -246,13 +253,14 @@ def main(arguments: list[str]) -> None:
     with join_processes(given.device) as (device, _, world):
         if world > 1:
             raise InputError("isda cost measures one process: start it without torchrun")
+        networks = list(dict.fromkeys(given.networks))
         kept = []
         if given.resume:
             if given.out is None:
                 raise InputError("resume needs out, the CSV file to go on with")
             kept = measured_lines(given.out) if given.out.exists() else []
-        done = {line["network"] for line in kept}
-        networks = [name for name in dict.fromkeys(given.networks) if name not in done]
+            done = {tuple(line.get(name, "") for name in _SETTING) for line in kept}
+            networks = [name for name in networks if _setting(name, given, device) not in done]
         theory = [theoretical_cost(network, **size) for network in networks]
         measured: dict[str, list[MeasuredCost]] = {}
         if given.out is not None:
@@ -279,6 +287,18 @@ _COLUMNS = (
     *_PAPER,
     *(field.name for field in fields(MeasuredCost)),
 )
+
+
+_SETTING = ("network", "num_classes", "image_size", "batch_size", "device")
+
+
+def _setting(network: str, given: _Arguments, device: torch.device) -> tuple[str, ...]:
+    """What is asked for, as a file of :func:`write_costs` has it."""
+    classes, (_, side, _) = image_shape(isda_recipe(network), given.num_classes, given.image_size)
+    batch_size = given.batch_size
+    if batch_size is None:
+        batch_size = usual_batch_size(network, device)
+    return network, str(classes), str(side), str(batch_size), environment(device)["device"]
 
 
 def measured_lines(path: Path) -> list[dict[str, str]]:

@@ -72,8 +72,9 @@ def paper_sides(runs: Iterable[Run]) -> dict[str, Side]:
 
 
 def usual_folder() -> Path | None:
-    """Folder of run records that is read if none is given: runs, or else results, if one exists."""
-    return next((folder for folder in (Path("runs"), Path("results")) if folder.is_dir()), None)
+    """Folder of run records that is read if none is given: runs, or else results, if not empty."""
+    folders = (Path("runs"), Path("results"))
+    return next((path for path in folders if path.is_dir() and any(path.iterdir())), None)
 
 
 def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
