@@ -41,6 +41,7 @@ from torch.nn import functional as F
 
 import isda
 from isda import kernels
+from isda.experiments.runs import environment
 
 __all__ = ["Row", "copy_bandwidth", "draw", "floor_bytes", "main", "markdown", "measure"]
 
@@ -70,7 +71,7 @@ COLOURS = {"kernels": "#2a6f97", "functional form": "#e07a5f"}
 BATCHES = 8  # different ones, taken in turn
 EAGER_STEPS = 50  # in a row, without waiting for the device in between
 LONG_ENOUGH = 0.02  # seconds of replays in a row
-PATIENCE = 5.0  # seconds after which a slow case is not repeated further than three times
+PATIENCE = 1.0  # seconds after which a slow case is not repeated further than three times
 COPIED = {"cuda": 2**28, "cpu": 2**22}  # float32 numbers of the copy that gives the bandwidth
 
 
@@ -94,6 +95,7 @@ class Row:
     floor_multiple: float | None = None  # this time, where the floor's is 1
     extra_mebibytes: float | None = None  # peak of one call above what is held before it
     note: str = ""  # what is amiss
+    commit: str = ""  # of torch-isda
 
     @property
     def shape(self) -> Shape:
@@ -297,6 +299,7 @@ def _cases(options: argparse.Namespace, peers: Collection[str]) -> Iterator[Row]
     print(f"a copy moves {gigabytes} GB/s", flush=True)
     gpu = _on_gpu(options.device)
     device = torch.cuda.get_device_name(options.device) if gpu else options.device
+    commit = environment(options.device)["commit"] or ""
     with _kernels(True):
         usable = kernels.usable(torch.empty(0, device=options.device))
     for n, c, a, structure in options.shapes:
@@ -307,7 +310,7 @@ def _cases(options: argparse.Namespace, peers: Collection[str]) -> Iterator[Row]
             forms += ["authors' file"] * (piece == "loss, eager" and structure in peers)
             for form in forms:
                 row = Row(device, torch.__version__, piece, form, n, c, a, structure, precision)
-                row.copy_gigabytes_per_second = gigabytes
+                row.copy_gigabytes_per_second, row.commit = gigabytes, commit
                 row.note = "none here" if form == "kernels" and not usable else ""
                 yield row
 
