@@ -5,7 +5,10 @@ import os
 import pytest
 import torch
 
-torch.set_num_threads(1)  # the suite runs one process per core
+# the suite runs one process per core; those that it starts have one thread, too
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 torch.backends.cudnn.allow_tf32 = False  # tolerances are those of float32
 torch.backends.cudnn.deterministic = True
 

@@ -622,7 +622,6 @@ def compiled(name: str, rank: int) -> Tensor:
 
 
 def work(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )

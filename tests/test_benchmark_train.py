@@ -1,7 +1,6 @@
 """The benchmark of training runs, and the tables of the documentation are those of the records."""
 
 import csv
-import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,6 @@ def run(*arguments: str | Path) -> str:
         [sys.executable, SCRIPT, *map(str, arguments)],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -127,7 +127,6 @@ def compiled(rank: int, world: int) -> dict[str, Any]:
 
 
 def work(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",

@@ -366,7 +366,6 @@ def test_a_search_on_digits_goes_on_after_a_kill(
 
 
 def search_as_rank(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

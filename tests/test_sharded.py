@@ -219,7 +219,6 @@ def refusals(rank: int, world: int) -> dict[str, str]:
 
 
 def work(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",

@@ -44,7 +44,6 @@ def options(tmp_path: Path) -> Options:
 def train_as_rank(
     rank: int, port: int, plans: list[Plan], options: Options, until: int | None
 ) -> None:
-    torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -188,7 +187,6 @@ def test_torchrun(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
@@ -198,7 +196,6 @@ def test_torchrun(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert again.stderr.count("isda: ") == WORLD
     assert "already holds a run: use --resume" in again.stderr
