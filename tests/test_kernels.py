@@ -328,9 +328,11 @@ def interpret() -> None:
     check_quadratic((23, 13, 5), "high", "cpu", first=4, part=7)
     check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
     sys.modules["isda.kernels.full"]._CLASSES = 16  # too many for one pass
+    sys.modules["isda.kernels.full"]._COPIED = 5 * 70**2  # five of these at a time
     for precision in ("high", "medium"):
         check_quadratic((12, 40, 70), precision, "cpu")
-    check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
+    sys.modules["isda.kernels.full"]._COPIED = 4000
+    check_quadratic((23, 40, 17), "high", "cpu", first=4, part=7)
     check_strides("cpu")
     sys.modules["isda.kernels.full"]._CLASSES = 256
     sys.modules["isda.kernels.statistics"]._MANY = 16  # samples that are sorted
@@ -431,7 +433,8 @@ def test_the_others_compile_without_a_gpu(compiled):
         full = sys.modules["isda.kernels.full"]
         found = full.class_statistics(target, target, 300)
         copies = torch.zeros(20, (3 if precision == "high" else 1) * 130, 130, dtype=torch.bfloat16)
-        full._launch_update(moments.covariance, found, copies, None)
+        full._launch_update(moments.covariance, found, found.classes, None, copies=copies)
+        full._launch_update(moments.covariance, found, found.classes, moments.count, others=True)
         partial, product, own = kernels.empty_products(weight, 20, precision)
         full._launch_squares(product, weight, found.own_classes, own, partial, 0)
         kernels.weight_gradient(
@@ -475,14 +478,18 @@ def test_update(shape, decay):
 
 @gpu
 @pytest.mark.parametrize("precision", ["high", "medium"])
-@pytest.mark.parametrize("shape", [*SHAPES, (64, 100, 342), (50, 300, 129)], ids=str)
-def test_update_and_quadratic(shape, precision):
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 100, 342), (150, 300, 129)], ids=str)
+def test_update_and_quadratic(shape, precision, monkeypatch):
+    check_quadratic(shape, precision, "cuda")
+    monkeypatch.setattr(sys.modules["isda.kernels.full"], "_COPIED", 10**6)  # some at a time
     check_quadratic(shape, precision, "cuda")
 
 
 @gpu
 @pytest.mark.parametrize("shape", [(23, 13, 5), (12, 40, 17), (30, 300, 70)], ids=str)
-def test_some_classes_and_some_samples(shape):
+def test_some_classes_and_some_samples(shape, monkeypatch):
+    check_quadratic(shape, "high", "cuda", first=4, part=7)
+    monkeypatch.setattr(sys.modules["isda.kernels.full"], "_COPIED", 10**5)
     check_quadratic(shape, "high", "cuda", first=4, part=7)
 
 

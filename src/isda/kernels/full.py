@@ -4,7 +4,7 @@ With at most 256 classes, one kernel does both: a program holds a block of rows 
 along the columns; every tile is read once, merged with the batch (Eq. 10), written once, and
 multiplied with the weights of all classes while it is at hand. (If classes have many samples each,
 it is merged by the kernel of the update before.) With more, the products are what takes time: the
-update leaves a copy in bfloat16, and cuBLAS multiplies the copies.
+update leaves copies in bfloat16, of some classes at a time, and cuBLAS multiplies these.
 
 Products run on tensor cores in bfloat16: with precision "high" each number is the sum of two
 (relative error of a product about 2⁻¹⁶), with "medium" it is one (2⁻⁸); they are summed in float32
@@ -33,6 +33,7 @@ __all__ = [
 _CLASSES = 256  # most classes that the fused kernel takes
 _COLUMNS = 64  # of a covariance, in a tile of the fused kernel
 _TILE = 64  # rows and columns of a covariance that the update holds at a time
+_COPIED = 2**28  # numbers of the covariances of many classes that are copied at a time
 _BATCH_ROWS = 4  # of a class, that the fused kernel merges as it goes along
 
 
@@ -67,7 +68,7 @@ def update(
         mean=mean,
         decay=decay,
     )
-    _launch_update(covariance, found, None, count)
+    _launch_update(covariance, found, found.classes, count)
 
 
 def multiply(
@@ -145,24 +146,50 @@ def _multiply(
     result = Products(*empty, found.slot, found.own_classes)
     if not len(found.classes):
         return result
-    num_classes, num_features = weight.shape
-    if num_classes <= _CLASSES:
-        if count is not None and len(found.rows) > (_BATCH_ROWS - 1) * num_classes:
-            _launch_update(covariance, found, None, count)
-            count = None
-        _launch_fused(covariance, found, weight, result, precision, first_class, count)
+    if len(weight) > _CLASSES:
+        _multiply_copies(covariance, found, weight, result, precision, first_class, count)
         return result
-    slots, parts = len(found.own_classes), 3 if precision == "high" else 1
-    copies = weight.new_empty(slots, parts * num_features, num_features, dtype=torch.bfloat16)
-    _launch_update(covariance, found, copies, count)
+    if count is not None and len(found.rows) > (_BATCH_ROWS - 1) * len(weight):
+        _launch_update(covariance, found, found.classes, count)
+        count = None
+    _launch_fused(covariance, found, weight, result, precision, first_class, count)
+    return result
+
+
+def _multiply_copies(
+    covariance: Tensor,
+    found: Classes,
+    weight: Tensor,
+    result: Products,
+    precision: str,
+    first_class: int,
+    count: Tensor | None,
+) -> None:
+    """Products of many classes by cuBLAS; with a count, merge the batch first."""
+    num_classes, num_features = weight.shape
     centred, high, low = _split_weight(weight, 16)
     high, low = high[:num_classes, :num_features], low[:num_classes, :num_features]
+    parts = 3 if precision == "high" else 1
     factor = high if parts == 1 else torch.cat([high, high, low], 1)  # beside Σ's high, low, high
-    _matmul(factor.contiguous(), copies, result.product)
-    _launch_squares(
-        result.product, centred, found.own_classes, result.own, result.partial, first_class
+    factor = factor.contiguous()
+    chunk = max(_COPIED // (parts * num_features**2), 1)
+    room = weight.new_empty(
+        min(chunk, len(found.own_classes)),
+        parts * num_features,
+        num_features,
+        dtype=torch.bfloat16,
     )
-    return result
+    chunks = (
+        tensor.split(chunk)
+        for tensor in (found.own_classes, result.product, result.own, result.partial)
+    )
+    for classes, product, own, partial in zip(*chunks, strict=True):
+        copies = room[: len(classes)]
+        _launch_update(covariance, found, classes, count, copies=copies)
+        _matmul(factor, copies, product)
+        _launch_squares(product, centred, classes, own, partial, first_class)
+    if count is not None and found.classes is not found.own_classes:
+        _launch_update(covariance, found, found.classes, count, others=True)
 
 
 def _launch_squares(
@@ -200,21 +227,36 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _launch_update(
-    covariance: Tensor, found: Classes, copies: Tensor | None, count: Tensor | None
+    covariance: Tensor,
+    found: Classes,
+    classes: Tensor,
+    count: Tensor | None,
+    *,
+    copies: Tensor | None = None,
+    others: bool = False,
 ) -> None:
-    """With a count, merge the rows of a batch; copy the covariances in bfloat16, if asked for."""
-    slots, num_features = len(found.classes), covariance.shape[1]
-    if not slots:
+    """With a count, merge the batch into the covariances of some classes; with room, copy them.
+
+    Args:
+        covariance: of all classes.
+        found: statistics of the batch.
+        classes: those to be updated; negative numbers are passed by.
+        count: of all classes.
+        copies: room for them in bfloat16; classes without samples of one's own are passed by.
+        others: pass by the classes with samples of one's own.
+    """
+    num_features = covariance.shape[1]
+    if not len(classes):
         return
     side = blocks(num_features, _TILE)
-    _update[(side * (side + 1) // 2, slots)](
+    _update[(side * (side + 1) // 2, len(classes))](
         covariance,
         found.share if count is None else count,
         found.rows,
         found.start,
         found.batch_count,
         found.share,
-        found.classes,
+        classes,
         found.slot,
         found.rows if copies is None else copies,
         num_features,
@@ -222,6 +264,7 @@ def _launch_update(
         found.rows.shape[1],
         merge=count is not None,
         many=_has_many(found),
+        others=others,
         parts=0 if copies is None else copies.shape[1] // num_features,
         block=_TILE,
     )
@@ -396,6 +439,7 @@ def _update(  # type: ignore[no-untyped-def]
     rows_stride,
     merge: tl.constexpr,
     many: tl.constexpr,
+    others: tl.constexpr,
     parts: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -403,6 +447,10 @@ def _update(  # type: ignore[no-untyped-def]
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
+    if others or parts > 0:
+        own = tl.load(slot + label) >= 0  # whether it has a sample of one's own
+        if own == others:
+            return
     # tiles are counted row by row: 0; 1, 2; 3, 4, 5; …
     tile_number = tl.program_id(0)
     below = ((tl.sqrt(8.0 * tile_number + 1.0) - 1.0) / 2.0).to(tl.int32)
@@ -422,12 +470,10 @@ def _update(  # type: ignore[no-untyped-def]
         line = rows + tl.load(start + label).to(tl.int64) * rows_stride
         tile = _merge(tile * keep, line, 0, number + 1, row, column, rows_stride, many)
         tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
-    place = tl.load(slot + label).to(tl.int64)
-    height = tl.where(place >= 0, num_features, 0)  # of copies; 0: no own sample
     part = tl.cast(num_features, tl.int64) * num_features
-    copy = copies + place * parts * part
+    copy = copies + tl.program_id(1) * parts * part
     if parts > 0:
-        mask = (row < height)[:, None] & (column < num_features)[None, :]
+        mask = (row < num_features)[:, None] & (column < num_features)[None, :]
         copy_row = copy + row[:, None].to(tl.int64) * num_features
         _store_parts(copy_row + column[None, :], tile, mask, part, parts)
     if beside < below:
@@ -437,7 +483,7 @@ def _update(  # type: ignore[no-untyped-def]
             mirror_row = _tile_row(covariance, label, column, num_features, stride)
             tl.store(mirror_row + row[None, :], mirror, mask=mask)
         if parts > 0:
-            mask = (column < height)[:, None] & (row < num_features)[None, :]
+            mask = (column < num_features)[:, None] & (row < num_features)[None, :]
             mirror_row = copy + column[:, None].to(tl.int64) * num_features
             _store_parts(mirror_row + row[None, :], mirror, mask, part, parts)
 
