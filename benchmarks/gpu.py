@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 
-from isda.experiments.bench import isda_recipe
+from isda.experiments.bench import isda_recipe, usual_batch_size
 from isda.experiments.networks import NETWORKS, create_network
 
 STEPS = ("compile", "cost", "kernels", "train")
 FOLDER = Path(__file__).parent
-LARGEST_BATCH = 256  # of isda cost
 HIGH = ("128,100,64,full", "128,100,512,full", "128,100,640,full")  # shapes also measured so
 
 
@@ -92,7 +91,7 @@ def depth(name: str) -> int:
 def compile_flags(name: str) -> list[str]:
     """Two steps of cross entropy with the batch of ``isda cost``."""
     recipe = isda_recipe(name)
-    batch = min(recipe.batch_size, LARGEST_BATCH)
+    batch = usual_batch_size(name, torch.device("cuda"))
     flags = ["--data", recipe.data, "--networks", name, "--methods", "ce", "--no-capture"]
     return [*flags, "--images", str(2 * batch), "--set", f"batch_size={batch}"]
 

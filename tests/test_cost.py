@@ -362,8 +362,9 @@ def test_csv(tmp_path: Path) -> None:
     assert rows[3]["paper_wall_percent"] == rows[3]["milliseconds"] == ""
 
 
-def test_resume(tmp_path: Path, device: torch.device) -> None:
+def test_resume(tmp_path: Path) -> None:
     """What is there stays as it is; what was not measured is."""
+    device = torch.device("cpu")
     path = tmp_path / "cost.csv"
     theory = [usual(name) for name in ("resnet50", "resnet8")]
     write_costs(path, theory, {"resnet50": measure(Machine)}, device)

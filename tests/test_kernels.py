@@ -327,14 +327,14 @@ def interpret() -> None:
     check_bound((6, 70, 1), torch.bfloat16, "cpu")
     check_quadratic((23, 13, 5), "high", "cpu", first=4, part=7)
     check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
-    sys.modules["isda.kernels.full"]._CLASSES = 16  # too many for one pass
-    sys.modules["isda.kernels.full"]._COPIED = 5 * 70**2  # five of these at a time
+    sys.modules["isda.kernels.products"]._CLASSES = 16  # too many for one pass
+    sys.modules["isda.kernels.products"]._COPIED = 5 * 70**2  # five of these at a time
     for precision in ("high", "medium"):
         check_quadratic((12, 40, 70), precision, "cpu")
-    sys.modules["isda.kernels.full"]._COPIED = 4000
+    sys.modules["isda.kernels.products"]._COPIED = 4000
     check_quadratic((23, 40, 17), "high", "cpu", first=4, part=7)
     check_strides("cpu")
-    sys.modules["isda.kernels.full"]._CLASSES = 256
+    sys.modules["isda.kernels.products"]._CLASSES = 256
     sys.modules["isda.kernels.statistics"]._MANY = 16  # samples that are sorted
     for shape in ((150, 3, 17), (40, 60, 5)):
         check_update(shape, 0.8, "cpu")
@@ -392,7 +392,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(kernel.fn.__name__)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_call)
-    monkeypatch.setattr(sys.modules["isda.kernels.full"], "_shared_memory", lambda _: 195 * 1024)
+    monkeypatch.setattr(
+        sys.modules["isda.kernels.products"], "_shared_memory", lambda _: 195 * 1024
+    )
     return names
 
 
@@ -430,13 +432,16 @@ def test_the_others_compile_without_a_gpu(compiled):
     step = torch.zeros((), dtype=torch.int64)
     index, scale, strength = kernels.tally(step, step.clone(), index, 0.5, 100, 1, True)
     for precision in ("high", "medium"):
-        full = sys.modules["isda.kernels.full"]
-        found = full.class_statistics(target, target, 300)
+        covariances = sys.modules["isda.kernels.covariances"]
+        products = sys.modules["isda.kernels.products"]
+        found = products.class_statistics(target, target, 300)
         copies = torch.zeros(20, (3 if precision == "high" else 1) * 130, 130, dtype=torch.bfloat16)
-        full._launch_update(moments.covariance, found, found.classes, None, copies=copies)
-        full._launch_update(moments.covariance, found, found.classes, moments.count, others=True)
+        covariances.launch_update(moments.covariance, found, found.classes, None, copies=copies)
+        covariances.launch_update(
+            moments.covariance, found, found.classes, moments.count, others=True
+        )
         partial, product, own = kernels.empty_products(weight, 20, precision)
-        full._launch_squares(product, weight, found.own_classes, own, partial, 0)
+        products._launch_squares(product, weight, found.own_classes, own, partial, 0)
         kernels.weight_gradient(
             torch.zeros(20, 300), target, product, own, found.slot, found.classes
         )
@@ -481,7 +486,7 @@ def test_update(shape, decay):
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 100, 342), (150, 300, 129)], ids=str)
 def test_update_and_quadratic(shape, precision, monkeypatch):
     check_quadratic(shape, precision, "cuda")
-    monkeypatch.setattr(sys.modules["isda.kernels.full"], "_COPIED", 10**6)  # some at a time
+    monkeypatch.setattr(sys.modules["isda.kernels.products"], "_COPIED", 10**6)  # some at a time
     check_quadratic(shape, precision, "cuda")
 
 
@@ -489,7 +494,7 @@ def test_update_and_quadratic(shape, precision, monkeypatch):
 @pytest.mark.parametrize("shape", [(23, 13, 5), (12, 40, 17), (30, 300, 70)], ids=str)
 def test_some_classes_and_some_samples(shape, monkeypatch):
     check_quadratic(shape, "high", "cuda", first=4, part=7)
-    monkeypatch.setattr(sys.modules["isda.kernels.full"], "_COPIED", 10**5)
+    monkeypatch.setattr(sys.modules["isda.kernels.products"], "_COPIED", 10**5)
     check_quadratic(shape, "high", "cuda", first=4, part=7)
 
 
@@ -568,7 +573,7 @@ def test_padding_that_is_not_there_is_not_written():
     """The last row of a copy may end with its last number."""
     pytest.importorskip("triton")
     whole = torch.zeros(3 * 5 * 16)
-    layout = sys.modules["isda.kernels.full"]._layout
+    layout = sys.modules["isda.kernels.covariances"].layout
     assert layout(whole.as_strided((3, 5, 5), (80, 16, 1))) == (16, 16)
     assert layout(whole[: 2 * 80 + 4 * 16 + 5].clone().as_strided((3, 5, 5), (80, 16, 1))) == (
         16,

@@ -2,8 +2,8 @@
 
 They are operators (see ``operators.py``), so that ``torch.compile(fullgraph=True)`` sees one node
 with static shapes, while the code inside may look at the classes present. On a CPU that is a loop
-over those classes, in place; on CUDA see ``kernels/full.py``. The plain forms they equal stand in
-``functional.py``: ``update_moments`` and ``full_quadratic``.
+over those classes, in place; on CUDA see ``kernels/products.py``. The plain forms they equal stand
+in ``functional.py``: ``update_moments`` and ``full_quadratic``.
 
 Statistics may be those of some classes alone, from ``first_class`` on; samples of other classes are
 left out of the update, and their quadratic term is 0.

@@ -3,7 +3,8 @@
 ================  ==================================================================================
 ``batch``         which samples count, and whether all are sound
 ``statistics``    class statistics of a batch (Eq. 9, 10 for variances, 11)
-``full``          update of covariances (Eq. 10) fused with the products of Eq. 4
+``covariances``   update of full covariances (Eq. 10)
+``products``      products of Eq. 4 with full covariances, fused with their update
 ``rows``          quadratic term of the samples, gradient of the weights (Eq. 13)
 ``bound``         shifted logits and cross entropy (Eq. 4), forward and backward
 ================  ==================================================================================
@@ -29,12 +30,8 @@ __all__ = ["usable"]
 if triton is not None:
     from isda.kernels.batch import screen, tally
     from isda.kernels.bound import bound, bound_backward
-    from isda.kernels.full import (
-        empty_products,
-        multiply,
-        update,
-        update_and_multiply,
-    )
+    from isda.kernels.covariances import update
+    from isda.kernels.products import empty_products, multiply, update_and_multiply
     from isda.kernels.rows import gather_rows, weight_gradient
     from isda.kernels.statistics import update_variances
 

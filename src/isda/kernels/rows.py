@@ -1,6 +1,6 @@
 """From the products of the classes to the samples, and from the samples' gradients to the weights.
 
-The products are those of ``full.py``, in slots of classes.
+The products are those of ``products.py``, in slots of classes.
 """
 
 import torch

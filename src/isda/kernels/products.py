@@ -1,4 +1,4 @@
-"""Full covariances: update and products of the classes of a batch.
+"""Products of Eq. 4 with the full covariances of the classes of a batch, fused with their update.
 
 With at most 256 classes, one kernel does both: a program holds a block of rows of one Σ_c and walks
 along the columns; every tile is read once, merged with the batch (Eq. 10), written once, and
@@ -19,6 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isda.kernels.covariances import (
+    address_rows,
+    has_rows,
+    launch_update,
+    layout,
+    merge_rows,
+    require_rows,
+)
 from isda.kernels.sizes import blocks, power_of_2
 from isda.kernels.statistics import Classes, class_statistics
 
@@ -26,13 +34,11 @@ __all__ = [
     "Products",
     "empty_products",
     "multiply",
-    "update",
     "update_and_multiply",
 ]
 
 _CLASSES = 256  # most classes that the fused kernel takes
 _COLUMNS = 64  # of a covariance, in a tile of the fused kernel
-_TILE = 64  # rows and columns of a covariance that the update holds at a time
 _COPIED = 2**28  # numbers of the covariances of many classes that are copied at a time
 _BATCH_ROWS = 4  # of a class, that the fused kernel merges as it goes along
 
@@ -47,36 +53,12 @@ class Products(NamedTuple):
     classes: Tensor  # (P,) class in each slot, −1 in unused ones
 
 
-def update(
-    count: Tensor,
-    mean: Tensor,
-    covariance: Tensor,
-    features: Tensor,
-    index: Tensor,
-    decay: float,
-    first_class: int = 0,
-) -> None:
-    """Merge a batch into count, mean and covariance in place (Eq. 9, 10 and 11)."""
-    _require_rows(covariance)
-    found = class_statistics(
-        index,
-        index,
-        len(count),
-        first_class,
-        features=features,
-        count=count,
-        mean=mean,
-        decay=decay,
-    )
-    _launch_update(covariance, found, found.classes, count)
-
-
 def multiply(
     weight: Tensor, index: Tensor, covariance: Tensor, precision: str, first_class: int = 0
 ) -> Products:
     """Products of Eq. 4 for the classes of a batch."""
     found = class_statistics(index, index, len(covariance), first_class)
-    covariance = covariance if _has_rows(covariance) else covariance.contiguous()
+    covariance = covariance if has_rows(covariance) else covariance.contiguous()
     return _multiply(covariance, found, weight, precision, first_class, None)
 
 
@@ -97,7 +79,7 @@ def update_and_multiply(
     Equivalent to :func:`update` and :func:`multiply`, with each touched covariance read once and
     written once. Classes of ``target`` that ``index`` lacks get no products.
     """
-    _require_rows(covariance)
+    require_rows(covariance)
     found = class_statistics(
         index,
         target,
@@ -150,7 +132,7 @@ def _multiply(
         _multiply_copies(covariance, found, weight, result, precision, first_class, count)
         return result
     if count is not None and len(found.rows) > (_BATCH_ROWS - 1) * len(weight):
-        _launch_update(covariance, found, found.classes, count)
+        launch_update(covariance, found, found.classes, count)
         count = None
     _launch_fused(covariance, found, weight, result, precision, first_class, count)
     return result
@@ -185,11 +167,11 @@ def _multiply_copies(
     )
     for classes, product, own, partial in zip(*chunks, strict=True):
         copies = room[: len(classes)]
-        _launch_update(covariance, found, classes, count, copies=copies)
+        launch_update(covariance, found, classes, count, copies=copies)
         _matmul(factor, copies, product)
         _launch_squares(product, centred, classes, own, partial, first_class)
     if count is not None and found.classes is not found.own_classes:
-        _launch_update(covariance, found, found.classes, count, others=True)
+        launch_update(covariance, found, found.classes, count, others=True)
 
 
 def _launch_squares(
@@ -226,50 +208,6 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.bmm(left.expand(len(right), *left.shape), right, torch.float32, out=out)
 
 
-def _launch_update(
-    covariance: Tensor,
-    found: Classes,
-    classes: Tensor,
-    count: Tensor | None,
-    *,
-    copies: Tensor | None = None,
-    others: bool = False,
-) -> None:
-    """With a count, merge the batch into the covariances of some classes; with room, copy them.
-
-    Args:
-        covariance: of all classes.
-        found: statistics of the batch.
-        classes: those to be updated; negative numbers are passed by.
-        count: of all classes.
-        copies: room for them in bfloat16; classes without samples of one's own are passed by.
-        others: pass by the classes with samples of one's own.
-    """
-    num_features = covariance.shape[1]
-    if not len(classes):
-        return
-    side = blocks(num_features, _TILE)
-    _update[(side * (side + 1) // 2, len(classes))](
-        covariance,
-        found.share if count is None else count,
-        found.rows,
-        found.start,
-        found.batch_count,
-        found.share,
-        classes,
-        found.slot,
-        found.rows if copies is None else copies,
-        num_features,
-        *_layout(covariance),
-        found.rows.shape[1],
-        merge=count is not None,
-        many=_has_many(found),
-        others=others,
-        parts=0 if copies is None else copies.shape[1] // num_features,
-        block=_TILE,
-    )
-
-
 def _launch_fused(
     covariance: Tensor,
     found: Classes,
@@ -284,7 +222,7 @@ def _launch_fused(
     precise, rows_block = precision == "high", _rows(num_features, precision)
     classes_block = max(16, power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
-    stride, width = _layout(covariance)
+    stride, width = layout(covariance)
     # copies of single numbers are slow, and with one tile there is nothing to read ahead
     ahead = width % 16 == 0 and num_features > _COLUMNS
     columns_block = 32 if precise and ahead else _COLUMNS
@@ -329,40 +267,6 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 32 * 1024
-
-
-def _has_many(found: Classes) -> bool:
-    """Whether classes have so many samples that their rows are merged by products of matrices."""
-    return len(found.rows) > 32 * len(found.classes)
-
-
-def _has_rows(covariance: Tensor) -> bool:
-    """Whether the rows of all matrices follow one another, at equal distances."""
-    _, num_features, _ = covariance.shape
-    return covariance.stride(2) == 1 and covariance.stride(0) == num_features * covariance.stride(1)
-
-
-def _require_rows(covariance: Tensor) -> None:
-    if not _has_rows(covariance):
-        raise ValueError(
-            f"covariance must have rows that follow one another, got strides {covariance.stride()}"
-        )
-
-
-def _layout(covariance: Tensor) -> tuple[int, int]:
-    """Numbers from one row to the next, and those of them that may be read and written.
-
-    Rows that are padded, as those of ``isda.FullCovariance``, can be read and written whole, but
-    the last one only if its padding is there, which a copy by torch.compile leaves out.
-    """
-    number, num_features, _ = covariance.shape
-    stride = covariance.stride(1)
-    size = covariance.untyped_storage().nbytes() // covariance.element_size()
-    padded = (
-        stride == blocks(num_features, 16) * 16
-        and size >= covariance.storage_offset() + number * num_features * stride
-    )
-    return stride, stride if padded else num_features
 
 
 def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -423,113 +327,6 @@ def _split(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _update(  # type: ignore[no-untyped-def]
-    covariance,
-    count,
-    rows,
-    start,
-    batch_count,
-    share,
-    classes,
-    slot,
-    copies,
-    num_features,
-    stride,
-    width,
-    rows_stride,
-    merge: tl.constexpr,
-    many: tl.constexpr,
-    others: tl.constexpr,
-    parts: tl.constexpr,
-    block: tl.constexpr,
-):
-    """Read a tile on or below the diagonal; write it and its mirror above."""
-    label = tl.load(classes + tl.program_id(1))
-    if label < 0:
-        return
-    if others or parts > 0:
-        own = tl.load(slot + label) >= 0  # whether it has a sample of one's own
-        if own == others:
-            return
-    # tiles are counted row by row: 0; 1, 2; 3, 4, 5; …
-    tile_number = tl.program_id(0)
-    below = ((tl.sqrt(8.0 * tile_number + 1.0) - 1.0) / 2.0).to(tl.int32)
-    below = tl.where(below * (below + 1) // 2 > tile_number, below - 1, below)  # if it was rounded
-    below = tl.where((below + 1) * (below + 2) // 2 <= tile_number, below + 1, below)
-    beside = tile_number - below * (below + 1) // 2
-    row = below * block + tl.arange(0, block)
-    column = beside * block + tl.arange(0, block)
-    tile_row = _tile_row(covariance, label, row, num_features, stride)
-    mask = (row < num_features)[:, None] & (column < width)[None, :]
-    tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
-    if merge:
-        number = tl.load(batch_count + label)
-        if tile_number == 0:
-            tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
-        keep = 1.0 - tl.load(share + label)
-        line = rows + tl.load(start + label).to(tl.int64) * rows_stride
-        tile = _merge(tile * keep, line, 0, number + 1, row, column, rows_stride, many)
-        tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
-    part = tl.cast(num_features, tl.int64) * num_features
-    copy = copies + tl.program_id(1) * parts * part
-    if parts > 0:
-        mask = (row < num_features)[:, None] & (column < num_features)[None, :]
-        copy_row = copy + row[:, None].to(tl.int64) * num_features
-        _store_parts(copy_row + column[None, :], tile, mask, part, parts)
-    if beside < below:
-        mirror = tl.trans(tile)
-        if merge:
-            mask = (column < num_features)[:, None] & (row < width)[None, :]
-            mirror_row = _tile_row(covariance, label, column, num_features, stride)
-            tl.store(mirror_row + row[None, :], mirror, mask=mask)
-        if parts > 0:
-            mask = (column < num_features)[:, None] & (row < num_features)[None, :]
-            mirror_row = copy + column[:, None].to(tl.int64) * num_features
-            _store_parts(mirror_row + row[None, :], mirror, mask, part, parts)
-
-
-@triton.jit
-def _store_parts(  # type: ignore[no-untyped-def]
-    place, tile, mask, part, parts: tl.constexpr
-):
-    """Store a tile in bfloat16 and, with three parts, what that leaves out and the same again."""
-    upper = tile.to(tl.bfloat16)
-    tl.store(place, upper, mask=mask)
-    if parts == 3:
-        lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
-        tl.store(place + part, lower, mask=mask)
-        tl.store(place + 2 * part, upper, mask=mask)
-
-
-@triton.jit
-def _tile_row(covariance, label, row, num_features, stride):  # type: ignore[no-untyped-def]
-    return covariance + (label.to(tl.int64) * num_features + row[:, None]) * stride
-
-
-@triton.jit
-def _merge(  # type: ignore[no-untyped-def]
-    tile, line, first, last, row, column, stride, many: tl.constexpr
-):
-    """Add the outer products of some rows of the batch, padded with zeros, to a tile."""
-    if many:  # sixteen at a time
-        for chunk in range(first, last, 16):
-            sample = chunk + tl.arange(0, 16)
-            place = line + sample.to(tl.int64) * stride
-            left_mask = (row < stride)[:, None] & (sample < last)[None, :]
-            left = tl.load(place[None, :] + row[:, None], mask=left_mask, other=0.0)
-            right_mask = (sample < last)[:, None] & (column < stride)[None, :]
-            right = tl.load(place[:, None] + column[None, :], mask=right_mask, other=0.0)
-            tile = tl.dot(left, right, tile, input_precision="ieee")
-    else:
-        for sample in range(first, last):
-            place = line + tl.cast(sample, tl.int64) * stride
-            left = tl.load(place + row, mask=row < stride, other=0.0)
-            right = tl.load(place + column, mask=column < stride, other=0.0)
-            tile += left[:, None] * right[None, :]
-    return tile
-
-
-@triton.jit
 def _update_and_multiply(  # type: ignore[no-untyped-def]
     covariance,
     count,
@@ -565,7 +362,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
     row_inside = row < num_features
     other = tl.arange(0, classes_block)
-    tile_row = _tile_row(covariance, label, row, num_features, stride)
+    tile_row = address_rows(covariance, label, row, num_features, stride)
     if merge:
         number = tl.load(batch_count + label)
         if tl.program_id(0) == 0:
@@ -577,7 +374,9 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
                 column = first + tl.arange(0, columns_block)
                 mask = row_inside[:, None] & (column < width)[None, :]
                 tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0) * keep
-                tile = _merge(tile, line, batch_rows, number + 1, row, column, rows_stride, False)
+                tile = merge_rows(
+                    tile, line, batch_rows, number + 1, row, column, rows_stride, False
+                )
                 tl.store(tile_row + column[None, :], tile, mask=mask)
             keep = 1.0
             tl.debug_barrier()

@@ -1,0 +1,233 @@
+"""Update of full covariances (Eq. 10).
+
+They are symmetric: one half is read, both are written. The copies in bfloat16 that are left on the
+way, if asked for, are what ``products.py`` multiplies.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isda.kernels.sizes import blocks
+from isda.kernels.statistics import Classes, class_statistics
+
+__all__ = [
+    "address_rows",
+    "has_rows",
+    "launch_update",
+    "layout",
+    "merge_rows",
+    "require_rows",
+    "update",
+]
+
+_TILE = 64  # rows and columns of a covariance that a program holds
+
+
+def update(
+    count: Tensor,
+    mean: Tensor,
+    covariance: Tensor,
+    features: Tensor,
+    index: Tensor,
+    decay: float,
+    first_class: int = 0,
+) -> None:
+    """Merge a batch into count, mean and covariance in place (Eq. 9, 10 and 11)."""
+    require_rows(covariance)
+    found = class_statistics(
+        index,
+        index,
+        len(count),
+        first_class,
+        features=features,
+        count=count,
+        mean=mean,
+        decay=decay,
+    )
+    launch_update(covariance, found, found.classes, count)
+
+
+def launch_update(
+    covariance: Tensor,
+    found: Classes,
+    classes: Tensor,
+    count: Tensor | None,
+    *,
+    copies: Tensor | None = None,
+    others: bool = False,
+) -> None:
+    """With a count, merge the batch into the covariances of some classes; with room, copy them.
+
+    Args:
+        covariance: of all classes.
+        found: statistics of the batch.
+        classes: those to be updated; negative numbers are passed by.
+        count: of all classes.
+        copies: room for them in bfloat16; classes without samples of one's own are passed by.
+        others: pass by the classes with samples of one's own.
+    """
+    num_features = covariance.shape[1]
+    if not len(classes):
+        return
+    side = blocks(num_features, _TILE)
+    _update[(side * (side + 1) // 2, len(classes))](
+        covariance,
+        found.share if count is None else count,
+        found.rows,
+        found.start,
+        found.batch_count,
+        found.share,
+        classes,
+        found.slot,
+        found.rows if copies is None else copies,
+        num_features,
+        *layout(covariance),
+        found.rows.shape[1],
+        merge=count is not None,
+        many=_has_many(found),
+        others=others,
+        parts=0 if copies is None else copies.shape[1] // num_features,
+        block=_TILE,
+    )
+
+
+def has_rows(covariance: Tensor) -> bool:
+    """Whether the rows of all matrices follow one another, at equal distances."""
+    _, num_features, _ = covariance.shape
+    return covariance.stride(2) == 1 and covariance.stride(0) == num_features * covariance.stride(1)
+
+
+def require_rows(covariance: Tensor) -> None:
+    if not has_rows(covariance):
+        raise ValueError(
+            f"covariance must have rows that follow one another, got strides {covariance.stride()}"
+        )
+
+
+def layout(covariance: Tensor) -> tuple[int, int]:
+    """Numbers from one row to the next, and those of them that may be read and written.
+
+    Rows that are padded, as those of ``isda.FullCovariance``, can be read and written whole, but
+    the last one only if its padding is there, which a copy by torch.compile leaves out.
+    """
+    number, num_features, _ = covariance.shape
+    stride = covariance.stride(1)
+    size = covariance.untyped_storage().nbytes() // covariance.element_size()
+    padded = (
+        stride == blocks(num_features, 16) * 16
+        and size >= covariance.storage_offset() + number * num_features * stride
+    )
+    return stride, stride if padded else num_features
+
+
+def _has_many(found: Classes) -> bool:
+    """Whether classes have so many samples that their rows are merged by products of matrices."""
+    return len(found.rows) > 32 * len(found.classes)
+
+
+@triton.jit
+def _update(  # type: ignore[no-untyped-def]
+    covariance,
+    count,
+    rows,
+    start,
+    batch_count,
+    share,
+    classes,
+    slot,
+    copies,
+    num_features,
+    stride,
+    width,
+    rows_stride,
+    merge: tl.constexpr,
+    many: tl.constexpr,
+    others: tl.constexpr,
+    parts: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Read a tile on or below the diagonal; write it and its mirror above."""
+    label = tl.load(classes + tl.program_id(1))
+    if label < 0:
+        return
+    if others or parts > 0:
+        own = tl.load(slot + label) >= 0  # whether it has a sample of one's own
+        if own == others:
+            return
+    # tiles are counted row by row: 0; 1, 2; 3, 4, 5; …
+    tile_number = tl.program_id(0)
+    below = ((tl.sqrt(8.0 * tile_number + 1.0) - 1.0) / 2.0).to(tl.int32)
+    below = tl.where(below * (below + 1) // 2 > tile_number, below - 1, below)  # if it was rounded
+    below = tl.where((below + 1) * (below + 2) // 2 <= tile_number, below + 1, below)
+    beside = tile_number - below * (below + 1) // 2
+    row = below * block + tl.arange(0, block)
+    column = beside * block + tl.arange(0, block)
+    tile_row = address_rows(covariance, label, row, num_features, stride)
+    mask = (row < num_features)[:, None] & (column < width)[None, :]
+    tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
+    if merge:
+        number = tl.load(batch_count + label)
+        if tile_number == 0:
+            tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
+        keep = 1.0 - tl.load(share + label)
+        line = rows + tl.load(start + label).to(tl.int64) * rows_stride
+        tile = merge_rows(tile * keep, line, 0, number + 1, row, column, rows_stride, many)
+        tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
+    part = tl.cast(num_features, tl.int64) * num_features
+    copy = copies + tl.program_id(1) * parts * part
+    if parts > 0:
+        mask = (row < num_features)[:, None] & (column < num_features)[None, :]
+        copy_row = copy + row[:, None].to(tl.int64) * num_features
+        _store_parts(copy_row + column[None, :], tile, mask, part, parts)
+    if beside < below:
+        mirror = tl.trans(tile)
+        if merge:
+            mask = (column < num_features)[:, None] & (row < width)[None, :]
+            mirror_row = address_rows(covariance, label, column, num_features, stride)
+            tl.store(mirror_row + row[None, :], mirror, mask=mask)
+        if parts > 0:
+            mask = (column < num_features)[:, None] & (row < num_features)[None, :]
+            mirror_row = copy + column[:, None].to(tl.int64) * num_features
+            _store_parts(mirror_row + row[None, :], mirror, mask, part, parts)
+
+
+@triton.jit
+def _store_parts(  # type: ignore[no-untyped-def]
+    place, tile, mask, part, parts: tl.constexpr
+):
+    """Store a tile in bfloat16 and, with three parts, what that leaves out and the same again."""
+    upper = tile.to(tl.bfloat16)
+    tl.store(place, upper, mask=mask)
+    if parts == 3:
+        lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
+        tl.store(place + part, lower, mask=mask)
+        tl.store(place + 2 * part, upper, mask=mask)
+
+
+@triton.jit
+def address_rows(covariance, label, row, num_features, stride):  # type: ignore[no-untyped-def]
+    return covariance + (label.to(tl.int64) * num_features + row[:, None]) * stride
+
+
+@triton.jit
+def merge_rows(  # type: ignore[no-untyped-def]
+    tile, line, first, last, row, column, stride, many: tl.constexpr
+):
+    """Add the outer products of some rows of the batch, padded with zeros, to a tile."""
+    if many:  # sixteen at a time
+        for chunk in range(first, last, 16):
+            sample = chunk + tl.arange(0, 16)
+            place = line + sample.to(tl.int64) * stride
+            left_mask = (row < stride)[:, None] & (sample < last)[None, :]
+            left = tl.load(place[None, :] + row[:, None], mask=left_mask, other=0.0)
+            right_mask = (sample < last)[:, None] & (column < stride)[None, :]
+            right = tl.load(place[:, None] + column[None, :], mask=right_mask, other=0.0)
+            tile = tl.dot(left, right, tile, input_precision="ieee")
+    else:
+        for sample in range(first, last):
+            place = line + tl.cast(sample, tl.int64) * stride
+            left = tl.load(place + row, mask=row < stride, other=0.0)
+            right = tl.load(place + column, mask=column < stride, other=0.0)
+            tile += left[:, None] * right[None, :]
+    return tile
