@@ -362,7 +362,7 @@ def test_csv(tmp_path: Path) -> None:
     assert rows[3]["paper_wall_percent"] == rows[3]["milliseconds"] == ""
 
 
-def test_resume(tmp_path: Path) -> None:
+def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is there stays as it is; what was not measured is."""
     device = torch.device("cpu")
     path = tmp_path / "cost.csv"
@@ -385,6 +385,10 @@ def test_resume(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace(environment(device)["device"], "another machine"))
     main(["--networks", "resnet8", *words, "--out", str(path), "--resume"])
     assert len(read(path)) == 3 * 6
+    capsys.readouterr()
+    main(["--networks", "resnet8", *words, "--out", str(path), "--resume"])  # nothing left to do
+    assert len(read(path)) == 3 * 6
+    assert capsys.readouterr().out == f"All of {path}:\n\n{costs_markdown([path])}\n"
     with pytest.raises(InputError, match="resume needs out"):
         main(["--networks", "resnet8", "--resume"])
 

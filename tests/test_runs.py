@@ -89,9 +89,16 @@ def test_epochs_that_do_not_follow_one_another(run, lines, wrong):
         summary(run)
 
 
+def test_line_that_is_not_json(run):
+    text = "".join(json.dumps(line(epoch)) + "\n" for epoch in range(3))
+    (run.folder / "metrics.jsonl").write_text(text.replace('{"epoch": 1', '{"ep'))
+    with pytest.raises(InputError, match="damaged: line 2 is not the record of epoch 1"):
+        summary(run)
+
+
 def test_metrics_that_cannot_be_read(run):
     (run.folder / "metrics.jsonl").mkdir()
-    with pytest.raises(InputError, match=r"metrics.jsonl is damaged: .*directory"):
+    with pytest.raises(InputError, match=r"cannot read .*metrics.jsonl: Is a directory"):
         summary(run)
 
 

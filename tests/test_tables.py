@@ -12,6 +12,7 @@ from test_report import make_run, raw_errors
 
 import isda
 from isda.experiments import baselines, cli, report, step, tables
+from isda.experiments.comparison import create_sides
 from isda.experiments.errors import InputError
 from isda.experiments.layout import Cell
 from isda.experiments.networks import create_network
@@ -23,7 +24,6 @@ from isda.experiments.tables import (
     TABLES,
     cell_recipes,
     ours,
-    paper_sides,
     section,
     table_markdown,
 )
@@ -270,7 +270,7 @@ def test_difference_is_that_of_the_table(tmp_path):
     names = [f"cifar100-wide_resnet28_10-{method}" for method in ("ce", "isda")]
     for name in names:
         make_run(tmp_path, name, 0, 18.0)
-    sides = paper_sides(load_runs(tmp_path))
+    sides, _ = create_sides(load_runs(tmp_path))
     for number, paper in ((2, "−0.55"), (4, "−0.55"), (5, "−0.60")):
         (line,) = [line for line in section(TABLES[number], sides).splitlines() if names[1] in line]
         assert f" {paper} |" in line
@@ -288,7 +288,7 @@ def test_top_5_error_beside_top_1(tmp_path):
             "".join(json.dumps({**line, "test_top5_error": top5}) + "\n" for line in lines)
         )
     cell = next(cell for cell in TABLES[1].cells if cell.recipe == name)
-    top1 = ours(cell, paper_sides(load_runs(tmp_path))).partition(" / ")
+    top1 = ours(cell, create_sides(load_runs(tmp_path))[0]).partition(" / ")
     assert top1[2] == "6.50 ± 0.71 (2)"
 
 

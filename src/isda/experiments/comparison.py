@@ -15,7 +15,7 @@ import jinja2
 from isda.experiments.curves import BASELINE, METHOD, Line, curves
 from isda.experiments.errors import InputError
 from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import COMPANIONS, Recipe, differing_fields
+from isda.experiments.recipes import COMPANIONS, RECIPES, Recipe, differing_fields
 from isda.experiments.runs import LAST_EPOCHS, Run, Summary, summary, write_text
 from isda.experiments.statistics import Difference, difference, estimate
 
@@ -26,7 +26,10 @@ __all__ = [
     "comparison",
     "comparison_table",
     "create_side",
+    "create_sides",
+    "distinct",
     "environments",
+    "left_out_line",
     "page",
     "pair_up",
     "same_training",
@@ -174,6 +177,43 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
             )
     results = {run.seed: result for run, result in finished}
     return Side(name, first.recipe, by_seed, results, len(own) - len(finished))
+
+
+def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], list[str]]:
+    """The finished runs of every name, and for each name whose runs do not go together, why.
+
+    Runs that were evaluated on held-out images do not count, nor those that have the name of a
+    recipe but are changed.
+    """
+    by_name: dict[str, list[Run]] = {}
+    for run in distinct(runs):
+        if (
+            summary(run).finished
+            and not run.recipe.hold_out
+            and same_training(run.recipe, RECIPES.get(run.name, run.recipe))
+        ):
+            by_name.setdefault(run.name, []).append(run)
+    sides, left_out = {}, []
+    for name, own in sorted(by_name.items()):
+        try:
+            sides[name] = create_side(own, name)
+        except InputError as error:
+            left_out.append(str(error))
+    return sides, left_out
+
+
+def left_out_line(reason: str) -> str:
+    """What a table or a page says of a reason given by :func:`create_sides`."""
+    return f"Left out: {reason}."
+
+
+def distinct(runs: Iterable[Run]) -> list[Run]:
+    """The runs without copies: of those with the same name, seed, recipe and result, the first."""
+    found: dict[Any, Run] = {}
+    for run in runs:
+        result = replace(summary(run), seconds=0.0)
+        found.setdefault((run.name, run.seed, run.recipe, result), run)
+    return list(found.values())
 
 
 def same_training(one: Recipe, other: Recipe) -> bool:

@@ -278,7 +278,10 @@ def main(arguments: list[str]) -> None:
                 write_costs(given.out, theory, measured, device, kept)
         if measured:
             print(f"Measured on {environment(device)['device']}, torch {torch.__version__}.\n")
-        print(cost_table(theory, measured))
+        parts = [cost_table(theory, measured)] if theory else []
+        if kept and given.out is not None:
+            parts.append(f"All of {given.out}:\n\n{costs_markdown([given.out])}")
+        print("\n\n".join(parts))
 
 
 _PAPER = ("paper_theoretical_percent", "paper_wall_percent")

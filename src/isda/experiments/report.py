@@ -17,11 +17,12 @@ from isda.experiments.comparison import (
     Side,
     comparison,
     comparison_table,
-    create_side,
+    create_sides,
+    distinct,
     environments,
+    left_out_line,
     page,
     pair_up,
-    same_training,
     sentence,
     signed,
     text_table,
@@ -34,7 +35,6 @@ from isda.experiments.layout import DASH, NAMES, TABLES, cell_recipes
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import RECIPES
 from isda.experiments.runs import LAST_EPOCHS, Run, export, load_runs, summary, write_text
-from isda.experiments.statistics import estimate
 from isda.experiments.tables import (
     cost_rows,
     markdown_rows,
@@ -42,7 +42,6 @@ from isda.experiments.tables import (
     pair_rows,
     pairs,
     pairs_markdown,
-    paper_sides,
     section,
     usual_folder,
     verdict,
@@ -131,14 +130,14 @@ def recipes_table(results: Path | str | None = None) -> str:
         results: folder of run records; those of a recipe changed by the user do not count.
     """
     runs = [] if results is None else load_runs(results)
+    sides, left_out = create_sides(runs)
     rows = []
     for name, recipe in RECIPES.items():
-        own = [run for run in runs if run.name == name and same_training(run.recipe, recipe)]
-        errors = [s.error for s in map(summary, own) if s.finished and s.error is not None]
-        ours = f"{estimate(errors).format()} ({len(errors)})" if errors else "–"
+        ours = f"{sides[name].result} ({len(sides[name].runs)})" if name in sides else "–"
         paper = str(PUBLISHED[name]) if name in PUBLISHED else "–"
         rows.append([name, paper, ours, f"{recipe.lambda_0:g}", str(recipe.epochs)])
-    return text_table(["recipe", "paper %", "ours % (runs)", "λ₀", "epochs"], rows)
+    table = text_table(["recipe", "paper %", "ours % (runs)", "λ₀", "epochs"], rows)
+    return "\n\n".join([table, *map(left_out_line, left_out)])
 
 
 def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
@@ -148,8 +147,10 @@ def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
         runs: run records.
         prefix: beginning of the names of the recipes to show, such as ``cifar100-``.
     """
-    own = [run for run in runs if run.name.startswith(prefix)]
-    results = [one for one in pair_up(_sides(own)) if one.method.recipe.method == "isda"]
+    sides, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
+    if left_out:
+        raise InputError("; ".join(left_out))
+    results = [one for one in pair_up(sides.values()) if one.method.recipe.method == "isda"]
     if not results:
         raise InputError(f"no records of an ISDA recipe {prefix}… and of its baseline")
     rows = []
@@ -224,7 +225,7 @@ def write_report_page(
         figures=[_figure(*figure, found.sides) for figure in _FIGURES],
         curves=curves,
         names=NAMES,
-        environments=environments([*found.sides.values(), *found.other_sides]),
+        environments=environments(found.sides.values()),
         last_epochs=LAST_EPOCHS,
     )
     write_text(Path(path), text)
@@ -235,7 +236,7 @@ class _Found:
     """What the records hold."""
 
     sides: dict[str, Side]
-    """The paper's recipes."""
+    """The finished runs, by name."""
 
     table_of: dict[str, int]
     """The table in which a method is compared first."""
@@ -251,9 +252,8 @@ class _Found:
 
     unfinished: int
 
-    @property
-    def other_sides(self) -> list[Side]:
-        return [side for result in self.others for side in result.sides]
+    left_out: list[str]
+    """Why runs of some names are left out."""
 
     @property
     def sentences(self) -> dict[str, str]:
@@ -285,12 +285,12 @@ class _Found:
             words.append(f"Left out because unfinished: {self.unfinished}.")
         if self.outside:
             words.append(f"Finished runs that belong to no cell and no comparison: {self.outside}.")
-        return words
+        return [*words, *map(left_out_line, self.left_out)]
 
 
 def _found(runs: Iterable[Run]) -> _Found:
-    runs = list(runs)
-    sides = paper_sides(runs)
+    runs = distinct(runs)
+    sides, left_out = create_sides(runs)
     table_of: dict[str, int] = {}
     results = []
     for table in TABLES.values():
@@ -300,25 +300,12 @@ def _found(runs: Iterable[Run]) -> _Found:
                 results.append(result)
     finished = [run for run in runs if summary(run).finished]
     in_tables = {cell.recipe for table in TABLES.values() for cell in table.cells}
-    others = [one for one in pair_up(_sides(finished)) if one.method.name not in in_tables]
+    others = [one for one in pair_up(sides.values()) if one.method.name not in in_tables]
     used = {run.folder for side in sides.values() if side.name in in_tables
             for run in side.runs.values()}  # fmt: skip
     used |= {run.folder for one in others for side in one.sides for run in side.runs.values()}
-    return _Found(
-        sides, table_of, results, others, len(finished) - len(used), len(runs) - len(finished)
-    )
-
-
-def _sides(runs: Iterable[Run]) -> list[Side]:
-    """The finished runs of every name on the test set; of the paper's recipes unchanged ones."""
-    runs = [
-        run
-        for run in runs
-        if summary(run).finished
-        and not run.recipe.hold_out
-        and same_training(run.recipe, RECIPES.get(run.name, run.recipe))
-    ]
-    return [create_side(runs, name) for name in sorted({run.name for run in runs})]
+    outside, unfinished = len(finished) - len(used), len(runs) - len(finished)
+    return _Found(sides, table_of, results, others, outside, unfinished, left_out)
 
 
 # The paper's curve figures: title, table and cell that train what they show.

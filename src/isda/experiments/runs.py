@@ -162,9 +162,9 @@ class Run:
         path = self.folder / "metrics.jsonl"
         try:
             lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-            records = [json.loads(line) for line in lines[:-1]]  # after the last newline: torn
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} is damaged: {error}") from error
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        records = [_parse(line) for line in lines[:-1]]  # after the last newline: torn
         for epoch, record in enumerate(records):
             if (
                 not (isinstance(record, dict) and record.get("epoch") == epoch < self.recipe.epochs)
@@ -357,6 +357,13 @@ def _commit() -> str | None:
         return None
 
 
+def _parse(line: bytes) -> Any:
+    """What a line of JSON says, or None if it is none."""
+    with contextlib.suppress(ValueError):
+        return json.loads(line)
+    return None
+
+
 def _write_config(
     folder: Path, name: str, recipe: Recipe, seed: int, environments: list[dict[str, Any]]
 ) -> None:
@@ -371,6 +378,8 @@ def _write_config(
 
 def write_text(path: Path, text: str) -> None:
     """Write a small file beside its place and rename it: it is there whole, or as it was."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder: name a file in it to write to")
     new = path.with_name(path.name + ".new")
     with _writing(new, undo=True):
         with open(new, "w", encoding="utf-8") as file:

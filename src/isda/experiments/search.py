@@ -21,7 +21,7 @@ from isda.experiments.comparison import text_table
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import RECIPES, Recipe, baseline_of, run_name
 from isda.experiments.runs import Run, require_free, summary, write_text
-from isda.experiments.statistics import Estimate, estimate
+from isda.experiments.statistics import RESOLUTION, Estimate, estimate
 from isda.experiments.train import Options, Plan, join_processes, load_images, train
 
 __all__ = ["SearchResult", "Trial", "main", "search", "search_table"]
@@ -216,8 +216,9 @@ def _trials(
 
 def _best(trials: Sequence[Trial]) -> int:
     """Number of the trial with the lowest mean error; of equal ones, that with the lowest λ₀."""
-    order = [(trial.error.mean, trial.recipe.lambda_0) for trial in trials]
-    return order.index(min(order))
+    least = min(trial.error.mean for trial in trials)
+    best = [n for n, trial in enumerate(trials) if trial.error.mean < least + RESOLUTION]
+    return min(best, key=lambda n: trials[n].recipe.lambda_0)
 
 
 def _record(result: SearchResult, out: Path) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from isda.experiments.comparison import (
     comparison,
     comparison_table,
     create_side,
-    same_training,
+    create_sides,
+    left_out_line,
     signed,
 )
 from isda.experiments.cost import measured_lines
@@ -34,8 +35,8 @@ from isda.experiments.layout import (
     get_table,
 )
 from isda.experiments.published import PUBLISHED, Result
-from isda.experiments.recipes import RECIPES, Recipe, get_recipe, run_name
-from isda.experiments.runs import Run, Summary, load_runs, summary
+from isda.experiments.recipes import Recipe, get_recipe, run_name
+from isda.experiments.runs import Run, Summary, load_runs
 from isda.experiments.statistics import Difference, estimate
 from isda.experiments.train import Options, Plan, train
 
@@ -49,26 +50,11 @@ __all__ = [
     "pair_rows",
     "pairs",
     "pairs_markdown",
-    "paper_sides",
     "section",
     "table_markdown",
     "usual_folder",
     "verdict",
 ]
-
-
-def paper_sides(runs: Iterable[Run]) -> dict[str, Side]:
-    """Finished runs of the paper's recipes, by recipe; runs of a changed recipe do not count."""
-    by_name: dict[str, list[Run]] = {}
-    for run in runs:
-        if run.name in RECIPES and same_training(run.recipe, RECIPES[run.name]):
-            by_name.setdefault(run.name, []).append(run)
-    sides = {
-        name: create_side(own, name)
-        for name, own in by_name.items()
-        if any(summary(run).finished for run in own)
-    }
-    return {name: side for name, side in sides.items() if side.errors}
 
 
 def usual_folder() -> Path | None:
@@ -136,7 +122,7 @@ def pair_rows(
         rows.append(
             [
                 result.method.name,
-                result.baseline.name.rpartition("-")[2],
+                _method(result.baseline.name),
                 paper,
                 signed(result.difference),
                 verdict(result.difference),
@@ -270,7 +256,8 @@ def main(arguments: list[str]) -> None:
             raise InputError("cell must be given to train: isda table N --cell DATA/NETWORK")
         folder = given.results or usual_folder()
         runs = [] if folder is None else load_runs(folder)
-        print(section(table, paper_sides(runs)))
+        sides, left_out = create_sides(runs)
+        print("\n\n".join([section(table, sides), *map(left_out_line, left_out)]))
         return
     if given.results is not None:
         raise InputError("results must not be given with --cell; --out is where its runs go")
@@ -303,6 +290,12 @@ def _trained(table: Table, address: str, names: Mapping[str, str], runs: list[Ru
             comparisons.append(f"{result.method.name}\n{comparison_table(result)}")
     return "\n\n".join([markdown_rows(["recipe", "paper, %", "ours, % (seeds)"], rows),
                         *comparisons])  # fmt: skip
+
+
+def _method(name: str) -> str:
+    """The method in the name of a run, with what was changed."""
+    recipe, plus, changes = name.partition("+")
+    return recipe.rpartition("-")[2] + plus + changes
 
 
 def _change(result: Comparison, quantity: Callable[[Summary], float | None], digits: int) -> str:
