@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import torch
 from PIL import Image
 
 from isda import __version__
-from isda.experiments import cli
 from isda.experiments.arguments import Arguments, parse
 from isda.experiments.cli import main
 from isda.experiments.flags import _one_line
@@ -88,6 +88,10 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
         (["compare", "digits-resnet8-ce"], "method must be isda to be compared with ce, got 'ce'"),
         (["train", "cifar10-resnet32-isda"], "cifar10 is neither data/cifar10.npz nor"),
         (["train", "imagenet-resnet50-isda"], "imagenet needs its folder"),
+        (["train", "digits-resnet8-ce", "--method", "isda"], "lambda_0 must be > 0 to make isda"),
+        (["train", "--data", "imagefolder:x", "--network", "timm:resnet18.no"], "x does not exist"),
+        (["train", "--network", "timm:resnet18.no"], "timm:resnet18.no cannot be built: "),
+        (["train", "--hold-out", "1430"], "hold_out must leave images of every class to train on"),
         (["train", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["train", "--side-by-side", "-2"], "side_by_side must be >= 0, got -2"),
         (["compare", "--data", "imagefolder:nowhere"], "nowhere does not exist"),
@@ -202,10 +206,36 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "train", interrupt)
+    monkeypatch.setattr("isda.experiments.train.train", interrupt)
     assert main(["train"]) == 130
     printed = capsys.readouterr().err
-    assert printed == "isda: stopped; --resume goes on from the last checkpoint\n"
+    assert printed == "isda: stopped; --resume goes on from the last checkpoint, if any\n"
+
+
+def test_a_path_that_cannot_be_looked_at(refused: Callable[..., str]) -> None:
+    """The same for all commands, and wherever it is found out."""
+    long = "a" * 300
+    for command in (
+        ["train", *QUICK, "--device", "cpu", "--out", long],
+        ["report", "--runs", long],
+    ):
+        assert re.search("File name too long|no folder", refused(*command))
+
+
+def test_without_the_extra(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("arguments", "flags"):
+        monkeypatch.delitem(sys.modules, f"isda.experiments.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    for command in ("train", "list"):
+        message = refused(command)
+        assert message.startswith("no module tyro: pip install -e '.[experiments]'")
+
+
+def test_a_terminal_without_greek() -> None:
+    command = [sys.executable, "-m", "isda.experiments.cli", "list"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert re.search(r"^recipe +paper % +ours % \(runs\) +\?\? +epochs$", done.stdout, re.MULTILINE)
 
 
 # Help
@@ -285,9 +315,26 @@ def test_images_that_do_not_fit(refused: Callable[..., str], tmp_path: Path) -> 
         "train", *flags, "--network", "timm:vit_tiny_patch16_224", "--image-size", "32"
     )
     assert message.startswith("timm:vit_tiny_patch16_224 does not take images of 32 x 32 pixels: ")
+    message = refused(  # 24 images: 23 and 1
+        "train", *flags, "--network", "timm:test_resnet", "--image-size", "32", "--batch-size", "23"
+    )
+    assert message.startswith(
+        "timm:test_resnet does not train on the last image of 24 by itself: choose another "
+        "batch_size than 23: "
+    )
+    message = refused("train", *flags, "--network", "timm:efficientvit_m0")
+    assert message.startswith("timm:efficientvit_m0 must give what its linear head makes of its")
     message = refused("train", *flags, "--network", "resnet8", "--augment", "cutout")
     assert message.startswith(f"augment must be empty for imagefolder:{photos}")
     assert message.endswith("got cutout")
+
+
+def test_head_that_is_a_convolution(tmp_path: Path) -> None:
+    photos = image_folder(tmp_path / "photos", images=5)
+    command = ["train", "--data", f"imagefolder:{photos}", "--network", "timm:dla46_c"]
+    command += ["--image-size", "64", "--epochs", "1", "--device", "cpu", "--workers", "0"]
+    assert main(command) == 0
+    assert summary(only_run()).finished
 
 
 def test_a_run_in_the_way_of_a_later_seed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,7 +422,9 @@ def test_overrides_reach_the_recipe_and_the_name(capsys: pytest.CaptureFixture[s
 def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Names of runs, without training them; each does as the name of a folder."""
     planned = []
-    monkeypatch.setattr(cli, "train", lambda plans, options: planned.append(plans) or [])
+    monkeypatch.setattr(
+        "isda.experiments.train.train", lambda plans, options: planned.append(plans) or []
+    )
 
     def names(*arguments: str) -> list[str]:
         assert main(list(arguments)) == 0, capsys.readouterr().err
@@ -395,6 +444,8 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     own = ("--data", "imagefolder:/photos/my birds", "--network", "timm:resnet18")
     assert names("train", *own) == ["my_birds-timm_resnet18-isda/0"]
     assert planned[-1][0].recipe.data == "imagefolder:/photos/my birds"
+    names("train", "--data", "imagefolder:./photos//birds/", "--network", "timm:resnet18")
+    assert planned[-1][0].recipe.data == "imagefolder:photos/birds"
     assert names("train", *own, "--lambda-0", "1") == ["my_birds-timm_resnet18-isda+lambda_0=1.0/0"]
     assert names("train", "--network", "resnet32") == ["digits-resnet32-isda/0"]
     assert names("train", "--method", "ce") == ["digits-resnet8-ce/0"]

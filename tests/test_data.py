@@ -25,7 +25,7 @@ from isda.experiments.data import (
     steps_per_epoch,
 )
 from isda.experiments.errors import InputError
-from isda.experiments.folder import FolderImages
+from isda.experiments.folder import FolderImages, _to_rgb
 
 SIZE = 16
 
@@ -459,6 +459,46 @@ def test_wrong_folders(tmp_path: Path) -> None:
     (tmp_path / "dog" / "notes.txt").rename(tmp_path / "dog" / "0.jpg")
     assert "1 of 6 images" in message_of(spec)
     assert "must have folders of classes" in message_of("imagenet", root=tmp_path)
+
+
+@pytest.mark.parametrize("parts", [("Train", "Val"), ("training", "validation")])
+def test_names_of_the_parts(parts: tuple[str, str], photos: Path) -> None:
+    expected = folder_of(photos)
+    for part, name in zip(("train", "val"), parts, strict=True):
+        (photos / part).rename(photos / name)
+    found = folder_of(photos)
+    assert found.class_names == expected.class_names
+    assert (len(found.train_files), len(found.test_files)) == (21, 7)
+
+
+def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
+    """Which would be two classes, to be told apart with ease."""
+    make_images(tmp_path, {"train": 5, "val": 5})
+    message = f"{tmp_path} must have folders of classes in train/ and val/"
+    assert message_of(f"imagefolder:{tmp_path}") == message
+    make_images(tmp_path, {"bus": 5})  # a train is a vehicle, too
+    assert folder_of(tmp_path).class_names == ("bus", "train", "val")
+    make_images(tmp_path / "train", {"cat": 5, "dog": 5})
+    message = f"{tmp_path}/val must have a folder for each class, as {tmp_path}/train has"
+    assert message_of(f"imagefolder:{tmp_path}") == message
+
+
+def test_images_of_more_than_8_bits(tmp_path: Path) -> None:
+    """16 bits are scaled, not cut off; what has no range cannot be read."""
+    make_images(tmp_path, {"a": 3, "b": 3})
+    values = np.random.default_rng(0).integers(0, 2**16, (24, 24), dtype=np.uint16)
+    file = tmp_path / "a" / "deep.png"
+    Image.fromarray(values).save(file)
+    image = _to_rgb(Image.open(file))
+    assert image.mode == "RGB"
+    assert np.array_equal(np.asarray(image), np.repeat(values[..., None] // 256, 3, axis=2))
+    assert len(folder_of(tmp_path).train_files) == 6
+    for number, wrong in enumerate((values.astype(np.float32), values.astype(np.int32) * 2)):
+        Image.fromarray(wrong).save(tmp_path / "b" / f"wrong{number}.tif")
+    message = message_of(f"imagefolder:{tmp_path}")
+    assert "2 of 9 images" in message
+    assert "b/wrong0.tif" in message
+    assert "b/wrong1.tif" in message
 
 
 def test_too_few_images_to_split(tmp_path: Path) -> None:

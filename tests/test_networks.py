@@ -194,8 +194,12 @@ def test_random_layers_of_timm_draw_from_the_key() -> None:
 
 
 def test_timm_model_that_adds_to_its_head() -> None:
-    """An auxiliary head takes part in the output."""
-    for name, adds in (("timm:volo_d1_224", True), ("timm:test_resnet", False)):
+    """An auxiliary head takes part in the output, or a layer between features and head."""
+    for name, adds in (
+        ("timm:volo_d1_224", True),
+        ("timm:efficientvit_m0", True),  # batch normalisation, which does nothing as yet
+        ("timm:test_resnet", False),
+    ):
         network = create_network(name, num_classes=3).eval()
         images = torch.randn(1, 3, 224, 224)
         with torch.no_grad():
@@ -218,7 +222,7 @@ def test_timm_head_that_is_a_convolution(name: str, device: torch.device) -> Non
     torch.manual_seed(0)
     network = create_network(f"timm:{name}", num_classes=7).to(device).eval()
     head = network.get_classifier()
-    assert type(head) is nn.Linear
+    assert isinstance(head, nn.Linear)
     assert (network.num_features, network.num_classes) == (head.in_features, 7)
     oracle = timm.create_model(name, num_classes=7).to(device).eval()
     state = network.model.state_dict()
@@ -228,6 +232,7 @@ def test_timm_head_that_is_a_convolution(name: str, device: torch.device) -> Non
     logits, expected = network(images), oracle(images)
     assert network.forward_features(images).shape == (2, network.num_features)
     torch.testing.assert_close(logits, expected)
+    network.check(images, logits)
     logits.square().sum().backward()
     expected.square().sum().backward()
     torch.testing.assert_close(head.weight.grad, oracle.get_classifier().weight.grad.flatten(1))

@@ -163,7 +163,9 @@ def planned(monkeypatch, tmp_path):
                 for p in plans if "+" not in p.name]  # fmt: skip
 
     monkeypatch.setattr(tables, "train", train)
-    monkeypatch.setattr(cli, "train", lambda plans, options: calls.append((plans, options)) or [])
+    monkeypatch.setattr(
+        "isda.experiments.train.train", lambda plans, options: calls.append((plans, options)) or []
+    )
     return calls
 
 

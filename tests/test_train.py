@@ -12,6 +12,7 @@ import stat
 import sys
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from isda.experiments.data import ImageArrays, load_data, normalize
 from isda.experiments.errors import InputError
 from isda.experiments.networks import create_network
 from isda.experiments.recipes import Recipe
-from isda.experiments.runs import Run, RunError, summary
+from isda.experiments.runs import Run, RunError, export, summary
 from isda.experiments.step import Lane
 from isda.experiments.train import Options, Plan, train
 
@@ -319,6 +320,23 @@ def test_resume_of_a_finished_run_changes_nothing(
     assert all(summary(run).finished for run in runs)
 
 
+def test_resume_without_a_checkpoint(options: Options, uninterrupted: list[Run]) -> None:
+    """A record that was exported is done; a run that had none as yet begins anew, and says so."""
+    for run in uninterrupted:
+        export(run, options.out)
+    files = sorted(path for path in options.out.rglob("*") if path.is_file())
+    before = [path.read_bytes() for path in files]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs = train(PLANS, replace(options, resume=True))
+    assert [path.read_bytes() for path in files] == before
+    cut = runs[1].folder / "metrics.jsonl"
+    cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:2]))
+    with pytest.warns(UserWarning, match="one/1 has no checkpoint: it begins anew"):
+        runs = train(PLANS, replace(options, resume=True))
+    assert_same_runs(runs[1:], uninterrupted[1:])
+
+
 def test_the_epochs_of_a_run(uninterrupted: list[Run]) -> None:
     """The metrics say what was in force."""
     for run in uninterrupted:
@@ -491,8 +509,8 @@ def test_tensorboard(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[tuple[object, ...]] = []
 
     class Writer:
-        def __init__(self, folder: str) -> None:
-            written.append((folder,))
+        def __init__(self, folder: str, purge_step: int) -> None:
+            written.append((folder, purge_step))
 
         def add_scalar(self, *scalar: object) -> None:
             written.append(scalar)
@@ -503,7 +521,12 @@ def test_tensorboard(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.SimpleNamespace(SummaryWriter=Writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     (run,) = train(plans, options)
-    assert written[0] == (str(run.folder),)
+    assert written[0] == (str(run.folder), 0)
     assert written[-1] == ("closed",)
     expected = [(k, v, line["epoch"]) for line in run.metrics() for k, v in line.items()]
     assert written[1:-1] == expected
+    written.clear()
+    again = replace(options, out=options.out / "again")
+    train_until(plans, again, 1)
+    train(plans, replace(again, resume=True))
+    assert [entry[1] for entry in written if len(entry) == 2] == [0, 1]

@@ -1,5 +1,6 @@
 """The command line: ``isda train | compare | search | table | report | cost | list``."""
 
+import io
 import os
 import sys
 import warnings
@@ -8,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isda._version import __version__
-from isda.experiments.arguments import Arguments, parse
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.flags import parse_flags
 from isda.experiments.recipes import DEFAULT, baseline_of, run_name
-from isda.experiments.train import Plan, train
 
 __all__ = ["main"]
 
@@ -20,6 +18,9 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; a mistake of the user is one line on stderr and exit code 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without λ and ± shows the rest
     try:
         if not arguments or arguments[0] in ("-h", "--help"):
             print(_USAGE)
@@ -40,15 +41,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of a reader that has seen enough, such as head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ModuleNotFoundError as error:
+        needed = "pip install -e '.[experiments]' installs all that isda needs"
+        print(f"isda: no module {error.name}: {needed}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"isda: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("isda: stopped; --resume goes on from the last checkpoint", file=sys.stderr)
+        print("isda: stopped; --resume goes on from the last checkpoint, if any", file=sys.stderr)
         return 130
     return 0
 
 
 def _train(arguments: list[str]) -> None:
     """Train a recipe, one run per seed."""
+    from isda.experiments.arguments import Arguments, parse
     from isda.experiments.runs import summary
+    from isda.experiments.train import Plan, train
 
     given, start, start_name = parse(
         Arguments, "train", arguments, description=_train.__doc__ or ""
@@ -62,7 +74,9 @@ def _train(arguments: list[str]) -> None:
 
 def _compare(arguments: list[str]) -> None:
     """Train a recipe with cross entropy and with ISDA, and tell the difference over seeds."""
-    from isda.experiments.report import comparison, comparison_table, write_comparison_page
+    from isda.experiments.arguments import Arguments, parse
+    from isda.experiments.comparison import comparison, comparison_table, write_comparison_page
+    from isda.experiments.train import Plan, train
 
     given, start, start_name = parse(
         Arguments,
@@ -119,6 +133,7 @@ def _cost(arguments: list[str]) -> None:
 
 def _list(arguments: list[str]) -> None:
     """Show all recipes with the paper's test error and that of the records in a folder."""
+    from isda.experiments.flags import parse_flags
     from isda.experiments.report import recipes_table
     from isda.experiments.tables import usual_folder
 

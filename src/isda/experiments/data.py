@@ -112,9 +112,10 @@ def load_data(
       (N, 32, 32, 3), ``train_labels``, ``test_images``, ``test_labels``) or from the folder that
       torchvision makes in ``root``.
     - ``imagenet`` is ``root`` with ``train/`` and ``val/``.
-    - ``imagefolder:PATH`` has a folder per class in ``PATH/train`` and in the first of
-      ``PATH/val``, ``PATH/valid``, ``PATH/test``. Without these, or with the classes in ``PATH``
-      itself, one image in five of each class is the test part.
+    - ``imagefolder:PATH`` has a folder per class in ``PATH/train`` (or ``training``) and in the
+      first of ``PATH/val``, ``valid``, ``validation``, ``test``, in upper or lower case. Without
+      these, or with the classes in ``PATH`` itself, one image in five of each class is the test
+      part.
 
     Args:
         spec: one of ``DATA``.
@@ -197,6 +198,10 @@ def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor
     share = (place.double() + 0.5) / count[target[order]]  # of its class that comes before
     held = torch.zeros(len(target), dtype=torch.bool)
     held[order[share.argsort(stable=True)[:number]]] = True
+    if len(target[~held].unique()) < len(target.unique()):
+        raise InputError(
+            f"hold_out must leave images of every class to train on, got {number} of {len(target)}"
+        )
     return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -26,6 +27,8 @@ __all__ = ["FolderImages", "load_folder"]
 
 _Item = tuple[str, int, int | None]  # file, target, seed of its crop and flip or None for the test
 _Batch = tuple[Tensor, Tensor]
+
+_TRAIN, _TEST = ("train", "training"), ("val", "valid", "validation", "test")  # in any case
 
 _ORDER, _SAMPLE = 0xF0, 0xF1  # purposes of the keys
 
@@ -144,11 +147,15 @@ def load_folder(
         raise InputError(f"workers must be >= 0, got {workers}")
     if not path.is_dir():
         raise InputError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-    train = path / "train" if _class_names(path / "train") else path
-    tests = [path / part for part in ("val", "valid", "test") if (path / part).is_dir()]
-    test = tests[0] if tests and train != path else None
-    if name == "imagenet" and test is None:
+    parts = {part.lower(): path / part for part in _class_names(path)}
+    trains = [parts[part] for part in _TRAIN if part in parts and _class_names(parts[part])]
+    tests = [parts[part] for part in _TEST if part in parts]
+    train, test = (trains[0], next(iter(tests), None)) if trains else (path, None)
+    misplaced = train == path and parts and {*parts} <= {*_TRAIN, *_TEST}
+    if misplaced or (name == "imagenet" and test is None):
         raise InputError(f"{path} must have folders of classes in train/ and val/")
+    if test and not _class_names(test):
+        raise InputError(f"{test} must have a folder for each class, as {train} has")
 
     class_names = _class_names(train)
     if len(class_names) < 2:
@@ -194,13 +201,13 @@ def load_folder(
         raise InputError(f"{train} has classes without images: {_few(empty)}")
     if test:
         return found
-    found = found.hold_out(max(1, round(len(samples) / 5)))
-    if _absent(found):
+    try:
+        return found.hold_out(max(1, round(len(samples) / 5)))
+    except InputError as error:
         raise InputError(
             f"{train} has too few images to hold out one in five: {len(samples)} of "
             f"{len(class_names)} classes"
-        )
-    return found
+        ) from error
 
 
 class _Files(Dataset[tuple[Tensor, int]]):
@@ -222,7 +229,7 @@ class _Files(Dataset[tuple[Tensor, int]]):
         file, target, seed = item
         try:
             with Image.open(file) as opened:
-                image = opened.convert("RGB")
+                image = _to_rgb(opened)
         except Exception as error:  # decoders raise all kinds
             raise InputError(f"{file} cannot be read: {error}") from error
         if seed is None:
@@ -289,12 +296,26 @@ def _absent(data: FolderImages) -> list[str]:
     return [name for name, number in zip(data.class_names, count, strict=True) if not number]
 
 
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """The image in colours of 8 bits; of more bits the upper ones, which PIL would cut off."""
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise ValueError("its integers have more than 16 bits")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise ValueError("its numbers are floating-point, of any range")
+    return image.convert("RGB")
+
+
 def _unreadable(files: list[str], *, threads: int) -> list[str]:
     def readable(file: str) -> bool:
         try:
             with Image.open(file) as image:
                 image.draft("RGB", (1, 1))  # a JPEG at an eighth of its size: still reads it all
                 image.load()
+                if image.mode[0] in "IF":  # not what every decoder gives
+                    _to_rgb(image)
         except Exception:  # decoders raise all kinds
             return False
         return True

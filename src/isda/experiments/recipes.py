@@ -125,6 +125,9 @@ class Recipe:
             _require(value in choices, field, value, f"one of {', '.join(choices)}")
         for field in ("data", "network"):
             _require(bool(getattr(self, field)), field, getattr(self, field), "a name")
+        kind, _, path = self.data.partition(":")
+        if path:  # of the ways to write it, one
+            object.__setattr__(self, "data", f"{kind}:{PurePath(path)}")
         for field in ("epochs", "batch_size", "image_size"):
             _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
         for field in ("weight_decay", "cosine_offset", "lambda_0", "hold_out"):

@@ -282,6 +282,18 @@ class Lane:
                 logits = self.network(images)
             self.network.check(images, logits)
         self.network.train()
+        if (self.num_images - 1) % self.recipe.batch_size == 0:
+            with (
+                refusing(
+                    f"{self.recipe.network} does not train on the last image of "
+                    f"{self.num_images} by itself: choose another batch_size than "
+                    f"{self.recipe.batch_size}"
+                ),
+                torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
+                torch.no_grad(),
+            ):
+                network = self.create_network(self.recipe, self.data, self.seed)
+                network.to(self.device).train()(images[:1])
 
     def _data_size(self) -> list[int]:
         return [self.num_images, len(self.data.test_target), self.data.num_classes]

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from isda.experiments.data import ImageArrays, load_data
 from isda.experiments.errors import InputError
 from isda.experiments.folder import FolderImages
 from isda.experiments.recipes import Recipe
-from isda.experiments.runs import Run, RunError, require_free
+from isda.experiments.runs import Run, RunError, require_free, summary
 from isda.experiments.step import Lane
 
 __all__ = ["Options", "Plan", "choose_kernels", "join_processes", "load_images", "train"]
@@ -182,7 +183,7 @@ def _train_company(
 ) -> None:
     on_gpu = lanes[0].device.type == "cuda"
     company = Company(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
-    writers = [_writer(run, options) for run in runs]
+    writers = [_writer(run, options, lanes[0].epoch) for run in runs]
     saved = time.monotonic()
     for epoch in _progress(lanes, until, show=runs[0] is not None):
         began = time.perf_counter()
@@ -262,7 +263,12 @@ def _stopped(lane: Lane, run: Run | None, reason: str) -> RunError:
 def _restore(lane: Lane, run: Run | None) -> None:
     """Bring a lane to the run's last checkpoint, on every rank."""
     if run is not None:
-        run.load(lane.load_state_dict)
+        if run.load(lane.load_state_dict) is None:
+            done = summary(run)
+            if done.finished:  # a record that was kept without its checkpoint
+                lane.epoch = lane.recipe.epochs
+            elif done.epochs:
+                warnings.warn(f"{run.folder} has no checkpoint: it begins anew", stacklevel=2)
         run.rewind(lane.epoch)
     if lane.world > 1:
         epoch = torch.tensor(lane.epoch, device=lane.device)
@@ -376,13 +382,18 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
     yield from bar
 
 
-def _writer(run: Run | None, options: Options) -> Any:
-    return _summary_writer()(str(run.folder)) if run is not None and options.tensorboard else None
+def _writer(run: Run | None, options: Options, epoch: int) -> Any:
+    """What writes for TensorBoard, or None; epochs behind a checkpoint are shown once."""
+    if run is None or not options.tensorboard:
+        return None
+    return _summary_writer()(str(run.folder), purge_step=epoch)
 
 
 def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise InputError("--tensorboard needs the package tensorboard, an extra") from error
+        raise InputError(
+            "--tensorboard needs the package tensorboard: pip install -e '.[tensorboard]'"
+        ) from error
     return SummaryWriter
