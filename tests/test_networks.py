@@ -199,6 +199,7 @@ def test_timm_model_that_adds_to_its_head() -> None:
         ("timm:volo_d1_224", True),
         ("timm:efficientvit_m0", True),  # batch normalisation, which does nothing as yet
         ("timm:test_resnet", False),
+        ("timm:deit_tiny_patch16_224", False),  # has parameters outside of its layers
     ):
         network = create_network(name, num_classes=3).eval()
         images = torch.randn(1, 3, 224, 224)

@@ -103,7 +103,8 @@ def _called(model: nn.Module) -> Iterator[set[str]]:
     names: set[str] = set()
     with contextlib.ExitStack() as hooks:
         for name, layer in model.named_modules():
-            if [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]:
+            own = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+            if own and layer is not model:
                 note = layer.register_forward_hook(lambda *_, name=name: names.add(name))
                 hooks.callback(note.remove)
         yield names
