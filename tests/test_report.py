@@ -247,6 +247,9 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
         assert f"Left out: {reason}{places}." in capsys.readouterr().out
     with pytest.raises(InputError, match=reason):
         markdown_table(runs, FIRST)
+    with pytest.raises(InputError, match=r"have the same name and seed"):
+        main(["--runs", str(out), "--export", str(tmp_path / "kept")])
+    assert not (tmp_path / "kept").exists()
 
 
 def test_page_into_a_folder(tmp_path, monkeypatch):

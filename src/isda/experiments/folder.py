@@ -28,7 +28,7 @@ __all__ = ["FolderImages", "load_folder"]
 _Item = tuple[str, int, int | None]  # file, target, seed of its crop and flip or None for the test
 _Batch = tuple[Tensor, Tensor]
 
-_TRAIN, _TEST = ("train", "training"), ("val", "valid", "validation", "test")  # in any case
+_TRAIN, _TEST = ("train", "training"), ("val", "valid", "validation", "test")
 
 _ORDER, _SAMPLE = 0xF0, 0xF1  # purposes of the keys
 
@@ -147,7 +147,7 @@ def load_folder(
         raise InputError(f"workers must be >= 0, got {workers}")
     if not path.is_dir():
         raise InputError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-    parts = {part.lower(): path / part for part in _class_names(path)}
+    parts = {part.lower(): path / part for part in _class_names(path)}  # Train is train
     trains = [parts[part] for part in _TRAIN if part in parts and _class_names(parts[part])]
     tests = [parts[part] for part in _TEST if part in parts]
     train, test = (trains[0], next(iter(tests), None)) if trains else (path, None)

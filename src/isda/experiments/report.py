@@ -90,10 +90,15 @@ def main(arguments: list[str]) -> None:
             "no folder runs or results here to report on: train something first, such as "
             "isda compare, or name the folder of the records with --runs"
         )
-    runs = load_runs(folder)
+    runs = distinct(load_runs(folder))
     costs = cost_rows(given.costs) if given.costs else []
     finished = [run for run in runs if summary(run).finished]
     if given.export is not None:
+        first: dict[tuple[str, int], Run] = {}
+        for run in finished:
+            twin = first.setdefault((run.name, run.seed), run)
+            if twin is not run:
+                raise InputError(f"{twin.folder} and {run.folder} have the same name and seed")
         for run in finished:
             print(export(run, given.export))
     print(report_markdown(runs, costs))
