@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import isda
 from isda import ISDALoss, attach
@@ -381,6 +382,85 @@ def test_logits_changed_after_the_head(model, images, target, device):
     check_mismatch(criterion, 2 * model(images), target, deferred=device.type != "cpu")
 
 
+def test_logits_in_another_order(model, images, target, device):
+    """The first sample is where it was."""
+    if device.type == "cuda":
+        pytest.skip("a GPU looks at the first sample alone")
+    criterion = attach(model, **options())
+    with pytest.raises(ValueError, match="logits of another batch"):
+        criterion(model(images)[[0, 2, 1, 3, 4, 5]], target)
+
+
+def test_pooled_features_of_a_convolution(target, device):
+    """As some models of timm end: a 1×1 convolution, flattened behind it."""
+    body, head = nn.Sequential(nn.Conv2d(3, 4, 2), nn.AdaptiveAvgPool2d(1)), nn.Conv2d(4, C, 1)
+    model = nn.Sequential(body, head, nn.Flatten()).to(device)
+    criterion = attach(model, head=head, **options())
+    explicit = ISDALoss(4, C, **options()).to(device)
+    images = torch.randn(N, 3, 4, 4, device=device)
+    expected = explicit(body(images).flatten(1), head.weight.flatten(1), target, bias=head.bias)
+    torch.testing.assert_close(criterion(model(images), target), expected)
+
+
+def test_head_called_by_keyword(target, device):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, C)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(input=x)
+
+    model = Model().to(device)
+    criterion, explicit = attach(model, **options()), ISDALoss(4, C, **options()).to(device)
+    x = torch.randn(N, 4, device=device)
+    expected = explicit(x, model.head.weight, target, bias=model.head.bias)
+    torch.testing.assert_close(criterion(model(x), target), expected)
+
+
+def test_layer_that_is_not_the_head(target, device):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, C)
+            self.body = nn.Linear(4, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(x))
+
+    model = Model().to(device)
+    criterion = attach(model, **options())
+    message = "logits must have 8 classes, as the attached layer Linear(in_features=4, out_features"
+    with pytest.raises(ValueError, match=re.escape(message) + ".*got 5; pass head="):
+        criterion(model(torch.randn(N, 4, device=device)), target)
+
+
+def test_output_that_is_not_a_tensor(model, images, target):
+    criterion = attach(model, **options())
+    with pytest.raises(ValueError, match=r"logits must be a tensor, got dict; .* as \.logits"):
+        criterion({"logits": model(images)}, target)
+
+
+def test_the_hook_goes_with_the_criterion(model, images):
+    criterion = attach(model, **options())
+    model(images)
+    assert len(model[-1]._forward_pre_hooks) == 1
+    criterion = attach(model, **options())
+    assert len(model[-1]._forward_pre_hooks) == 1
+    del criterion
+    assert not model[-1]._forward_pre_hooks
+
+
+def test_head_that_is_computed_once_more(images, target, device):
+    """A checkpoint computes it again within backward(): nothing new to be used."""
+    model = sequential().to(device)
+    criterion = attach(model, **options())
+    logits = checkpoint(model, images, use_reentrant=False)
+    criterion(logits, target).backward()
+    with pytest.raises(ValueError, match="no pass before it"):
+        criterion(logits, target)
+
+
 def test_mixed_up_target(model, images, target):
     criterion = attach(model, **options())
     with pytest.raises(ValueError, match=re.escape("class indices must have shape (6,), got (5,)")):
@@ -446,9 +526,11 @@ def test_tokens_keep_their_shape_without_reduction(device):
     model = nn.Linear(4, 3).to(device)
     criterion = isda.attach(model, ramp="constant", reduction="none")
     x, target = torch.randn(2, 6, 4, device=device), torch.randint(3, (2, 6), device=device)
-    assert criterion(model(x).movedim(-1, 1), target).shape == target.shape
-    model.eval()
-    assert criterion(model(x).movedim(-1, 1), target).shape == target.shape
+    soft = torch.randn(2, 3, 6, device=device).softmax(1)
+    for mode in (True, False):
+        model.train(mode)
+        for each in (target, soft):
+            assert criterion(model(x).movedim(-1, 1), each).shape == target.shape
 
 
 def test_evaluation_of_half_precision_logits(device):

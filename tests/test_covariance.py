@@ -216,6 +216,46 @@ def test_errors(kind, width, classes, decay, message):
         kind(width, classes, decay=decay)
 
 
+@with_state
+def test_features_of_another_width(kind, device):
+    estimator = trained(kind, device)
+    before = bits(estimator)
+    for width in (1, 4):
+        message = re.escape(f"features must have shape (N, 5), got (7, {width})")
+        with pytest.raises(ValueError, match=message):
+            estimator.update(torch.randn(7, width, device=device), stream(device)[0][1])
+    assert_bits(estimator, before)
+
+
+@with_state
+def test_checkpoint_of_another_dtype(kind, device):
+    """What is loaded becomes float32, assigned or copied."""
+    expected = trained(kind, device)
+    state = {name: t.half() if t.is_floating_point() else t for name, t in bits(expected).items()}
+    for assign in (False, True):
+        estimator = kind(5, 13).to(device)
+        estimator.load_state_dict(state, assign=assign)
+        for name, buffer in estimator.named_buffers():
+            assert torch.equal(buffer, state[name].to(getattr(expected, name).dtype))
+            assert buffer.dtype == getattr(expected, name).dtype
+
+
+@with_state
+def test_millions_of_samples(kind, device):
+    """As of the pixels of dense prediction: float32 sums, one by one, would stop growing."""
+    generator = torch.Generator().manual_seed(0)
+    features = 0.1 + 0.001 * torch.randn(1_000_000, 5, generator=generator).to(device)
+    estimator = kind(5, 13).to(device)
+    estimator.update(features, torch.zeros(len(features), dtype=torch.int64, device=device))
+    exact = features.double().T.cov(correction=0)
+    spread = estimator.variance if kind is DiagonalCovariance else estimator.covariance
+    spread = spread if kind is SharedCovariance else spread[0]
+    expected = exact.diagonal() if kind is DiagonalCovariance else exact
+    torch.testing.assert_close(spread.double(), expected, rtol=0, atol=1e-3 * 1e-6)
+    mean = estimator.mean if kind is SharedCovariance else estimator.mean[0]
+    torch.testing.assert_close(mean.double(), features.double().mean(0), rtol=1e-5, atol=0)
+
+
 def test_the_base_asks_for_both_methods(device):
     base = Covariance(5, 13)
     for method in (base.update, base.quadratic):

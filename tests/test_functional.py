@@ -6,6 +6,7 @@ either sign that are added to a value of that size.
 """
 
 import functools
+import re
 from collections.abc import Callable
 
 import pytest
@@ -656,6 +657,60 @@ def test_second_derivatives_are_refused(form: str) -> None:
     (gradient,) = torch.autograd.grad(value.square().sum(), weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_sample_has_the_dtype_of_the_features(diagonal, dtype, device):
+    """The statistics are float32, whatever the features are."""
+    x = draw(3, 4, 3, dtype=torch.float32, device=device)
+    covariance = x.covariance.diagonal(dim1=1, dim2=2) if diagonal else x.covariance
+    draws = functional.sample(x.features.to(dtype), x.target, covariance, strength=0.3)
+    assert draws.dtype == dtype
+    assert draws.isfinite().all()
+
+
+def test_sample_errors(device):
+    x = draw(3, 4, 3, device=device)
+    wrong = [
+        (x.covariance, -0.5, "strength must be >= 0, got -0.5"),
+        (x.covariance[:, :2], 0.5, "covariance must have shape (C, 3, 3) or (C, 3), got (4, 2, 3)"),
+        (-x.covariance[0].abs(), 0.5, "covariance must hold variances, got negative ones"),
+    ]
+    for covariance, strength, message in wrong:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            functional.sample(x.features, x.target, covariance, strength=strength)
+    with pytest.raises(ValueError, match="covariance must be of 4 classes, as weight, got 3"):
+        functional.monte_carlo_loss(
+            x.features, x.weight, x.target, x.covariance[0].abs(), strength=0.5, num_samples=1
+        )
+
+
+def test_unknown_reduction(device):
+    x = draw(3, 4, 3, device=device)
+    message = "reduction must be 'mean', 'sum' or 'none', got 'avg'"
+    with pytest.raises(ValueError, match=message):
+        functional.cross_entropy(x.features @ x.weight.T, x.target, reduction="avg")
+    with pytest.raises(ValueError, match=message):
+        functional.isda_loss(
+            x.features, x.weight, x.target, functional.identity_quadratic, strength=0.5,
+            reduction="avg",
+        )  # fmt: skip
+
+
+def test_soft_loss_of_logits_with_an_offset(device):
+    """It changes nothing; in float32 the margins must not be lost in it."""
+    x = draw(6, 5, 4, dtype=torch.float32, device=device)
+    target = torch.randn(6, 5, device=device).softmax(1)
+    gradients = []
+    for offset in (0.0, 4096.0):  # a power of 2, so that adding it is nearly exact
+        (logits,) = leaf((8 * x.features @ x.weight.T).round() / 8 + offset)
+        functional.isda_loss(
+            x.features, x.weight, target, functional.identity_quadratic, strength=0.5,
+            logits=logits,
+        ).backward()  # fmt: skip
+        gradients.append(logits.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-6)
 
 
 def test_one_dtype() -> None:

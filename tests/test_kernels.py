@@ -186,15 +186,16 @@ def check_screen(shape: tuple[int, int, int], device: str) -> None:
     features, target = x.features.clone(), x.target.clone()
     for ignore_index in (-100, 2):
         assert torch.equal(
-            kernels.screen(features, target, classes, ignore_index),
+            kernels.screen(features, target, classes, ignore_index, 1e15),
             torch.where(target == ignore_index, -1, target),
         )
     if samples < 7:
         return
-    features[0, 0], features[1, -1], features[2, width // 2] = torch.inf, torch.nan, -torch.inf
+    features[0, 0], features[1, -1], features[2, width // 2] = torch.inf, torch.nan, -1e15
+    features[6, 0] = 0.99e15
     target[3], target[4], target[5] = classes, -1, -100
     features[5, 0] = torch.nan
-    index = kernels.screen(features, target, classes, -100)
+    index = kernels.screen(features, target, classes, -100, batch.LARGEST)
     expected = [-2, -2, -2, -3, -3, -2]
     assert index[:6].tolist() == expected
     assert torch.equal(index[6:], target[6:])
@@ -428,7 +429,7 @@ def test_compiles_without_a_gpu(shape, precision, compiled):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_others_compile_without_a_gpu(compiled):
     moments, features, target, weight = draw((20, 300, 130), "cpu")
-    index = kernels.screen(features.bfloat16(), target, 300, -100)
+    index = kernels.screen(features.bfloat16(), target, 300, -100, 1e15)
     step = torch.zeros((), dtype=torch.int64)
     index, scale, strength = kernels.tally(step, step.clone(), index, 0.5, 100, 1, True)
     for precision in ("high", "medium"):

@@ -454,6 +454,8 @@ def test_autocast(structure, device):
         ({"total_steps": 0}, "total_steps must be a whole number >= 1, got 0"),
         ({"total_steps": 2.5}, "total_steps must be a whole number >= 1, got 2.5"),
         ({"total_steps": float("nan")}, "total_steps must be a whole number >= 1, got nan"),
+        ({"total_steps": float("inf")}, "total_steps must be a whole number >= 1, got inf"),
+        ({"covariance": FullCovariance}, "covariance must be an estimator with update and quad"),
         ({"covariance": None}, "covariance must be an estimator with update and quadratic"),
         ({"ramp": "cosine"}, "ramp must be 'linear' or 'constant', got 'cosine'"),
         ({"reduction": "max"}, "reduction must be 'mean', 'sum' or 'none', got 'max'"),
@@ -496,10 +498,13 @@ def bad_arguments(x: Inputs) -> list[tuple[dict, str]]:
         ({"target": x.features}, f"probabilities must have shape ({N}, {C}), got ({N}, {A})"),
         ({"progress": 1.5}, "progress must be in [0, 1], got 1.5"),
         ({"progress": float("nan")}, "progress must be in [0, 1], got nan"),
+        ({"progress": torch.tensor(1.5)}, "progress must be in [0, 1], got 1.5"),
+        ({"progress": torch.rand(N)}, f"progress must be one number, got shape ({N},)"),
+        ({"progress": "half"}, "progress must be a number or a tensor, got 'half'"),
     ]
 
 
-@pytest.mark.parametrize("case", range(12))
+@pytest.mark.parametrize("case", range(15))
 def test_call_errors_change_nothing(case, device):
     criterion = make(device)
     call(criterion, batch(device, seed=1))
@@ -526,9 +531,9 @@ def test_missing_total_steps_changes_nothing(device):
 def spoil(x: Inputs, fault: str) -> tuple[Inputs, str]:
     """The batch with a fault, and the error that tells of it."""
     features, target = x.features.clone(), x.target.clone()
-    if fault in ("nan", "inf"):
+    if fault in ("nan", "inf", "-1e16"):  # the square of the last does not fit, summed up
         features[3, 2] = float(fault)
-        return x._replace(features=features), "features must be finite: found NaN or infinite"
+        return x._replace(features=features), "features must be finite: found NaN, or values of 1e"
     if fault == "soft":
         soft = F.one_hot(target, C).float()
         soft[1, 2] = torch.nan
@@ -537,7 +542,7 @@ def spoil(x: Inputs, fault: str) -> tuple[Inputs, str]:
     return x._replace(target=target), f"target must be in [0, {C}) or ignore_index=-100: found a"
 
 
-faults = pytest.mark.parametrize("fault", ["nan", "inf", "above", "below", "soft"])
+faults = pytest.mark.parametrize("fault", ["nan", "inf", "-1e16", "above", "below", "soft"])
 
 
 @faults
@@ -577,6 +582,39 @@ def test_bad_batch_is_masked_where_the_host_does_not_look(fault, structure, devi
     criterion.check()
     close(*(call(each, batch(device, seed=2)) for each in (criterion, clean)))
     assert_same(criterion, clean)
+
+
+@structures
+def test_large_features_do_not_spoil_the_statistics(structure, device):
+    """The largest that are taken, in every sample."""
+    criterion = make(device, covariance=structure, ramp="constant")
+    x = batch(device)
+    huge = torch.full_like(x.features, 0.99e15)
+    huge[::2] *= -1
+    assert call(criterion, x._replace(features=huge)).isfinite()
+    assert all(buffer.isfinite().all() for buffer in criterion.buffers())
+
+
+@structures
+@pytest.mark.parametrize("soft", [False, True])
+def test_two_losses_and_one_backward(structure, soft, device):
+    """Two views, or two parts of a batch: the gradient is the sum of both."""
+    batches = [batch(device, seed=seed) for seed in range(2)]
+    weight = batches[0].weight.clone().requires_grad_()
+    gradients = []
+    for together in (True, False):
+        criterion = make(device, covariance=structure, ramp="constant")
+        total, weight.grad = 0.0, None
+        for x in batches:
+            target = F.one_hot(x.target, C).float() if soft else x.target
+            loss = criterion(x.features, weight, target)
+            total = total + loss
+            if not together:
+                loss.backward()
+        if together:
+            total.backward()
+        gradients.append(weight.grad.clone())
+    close(*gradients)
 
 
 def test_problem_stays_until_someone_looks(device, monkeypatch):

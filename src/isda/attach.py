@@ -4,6 +4,7 @@ A forward pre-hook on the final linear layer captures its input; the criterion t
 called as before, with logits and target.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ class AttachedLoss(nn.Module):
     """A criterion called with ``(logits, target)``, bound to the final linear layer of a model.
 
     It follows the mode of the model: after ``model.eval()`` or ``criterion.eval()`` it is ordinary
-    cross entropy. What was captured is used once; a call without it raises.
+    cross entropy. What was captured is used once; a call without it raises. The hook goes with the
+    criterion, or by ``remove()``.
     """
 
     mismatch: Tensor
@@ -73,12 +75,18 @@ class AttachedLoss(nn.Module):
         self.register_buffer("mismatch", torch.zeros((), dtype=torch.bool), persistent=False)
         self._capture = _Capture()
         self._head = (head,)  # in a tuple: the head stays the model's alone
-        self._handle = head.register_forward_pre_hook(self._capture)
+        self._handle = head.register_forward_pre_hook(self._capture, with_kwargs=True)
+        weakref.finalize(self, self._handle.remove).atexit = False
         self.to(head.weight.device)  # type: ignore[arg-type]
 
     def forward(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
         """Loss of the batch that the model saw last; options such as ``progress`` are passed on."""
         (head,) = self._head
+        if not isinstance(logits, Tensor):
+            raise ValueError(
+                f"logits must be a tensor, got {type(logits).__name__}; such an output may have "
+                "them as .logits"
+            )
         features, self._capture.features = self._capture.features, None
         if not (self.training and head.training):
             return functional.cross_entropy(
@@ -96,18 +104,26 @@ class AttachedLoss(nn.Module):
             self.to(features.device)  # the model was moved after it was attached
         weight: Tensor = head.weight.flatten(1)  # type: ignore[operator]
         bias: Tensor | None = head.bias  # type: ignore[assignment]
-        positions = None if target.is_floating_point() else target.shape
+        soft = target.is_floating_point()
+        positions = target.shape[:1] + target.shape[2:] if soft else target.shape
         if isinstance(head, nn.Linear) and features.dim() > 2:  # tokens: (N, L, A)
             features, logits = features.flatten(0, -2), functional.flatten(logits)
-            target = functional.flatten(target) if target.is_floating_point() else target.flatten()
+            target = functional.flatten(target) if soft else target.flatten()
+        elif features.shape[2:] == (1, 1) and logits.dim() == 2:  # pooled, and flattened behind it
+            features = features.flatten(1)
         if len(logits) != len(features):
             raise ValueError(
                 f"logits must be of the batch that the model saw last, {len(features)} samples, "
                 f"got {len(logits)}"
             )
+        if logits.shape[1] != len(weight):
+            raise ValueError(
+                f"logits must have {len(weight)} classes, as the attached layer {head}, got "
+                f"{logits.shape[1]}; pass head= if the model ends in another layer"
+            )
         features = self._require_origin(features, weight, bias, logits)
         loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
-        return loss.view(positions) if loss.dim() == 1 and positions is not None else loss
+        return loss.view(positions) if loss.dim() == 1 else loss
 
     def check(self) -> None:
         """Raise the error of a bad batch that a GPU saw since the last look (waits for it)."""
@@ -134,16 +150,20 @@ class AttachedLoss(nn.Module):
     def _require_origin(
         self, features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor
     ) -> Tensor:
-        """Features, if the first row of logits comes from them; else an error, on a GPU later."""
-        if logits.shape[1] != len(weight):
-            return features  # the criterion names the shapes
+        """Features, if the logits come from them; else an error.
+
+        On a GPU, and compiled, the first sample alone is looked at, and the error comes later.
+        """
+        at_once = features.device.type == "cpu" and not torch.compiler.is_compiling()
+        end = None if at_once else 1
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-            first = functional.flatten(features[:1])[:1].float()
-            expected = F.linear(first, weight.float(), None if bias is None else bias.float())
-            found = functional.flatten(logits[:1])[:1].float()
-            size = expected.norm() + found.norm()
-            mismatch = (expected - found).norm() > _TOLERANCE * size + 1e-6  # not so for NaN
-        if features.device.type == "cpu" and not torch.compiler.is_compiling():
+            inputs = functional.flatten(features[:end])[:end].float()
+            expected = F.linear(inputs, weight.float(), None if bias is None else bias.float())
+            found = functional.flatten(logits[:end])[:end].float()
+            size = expected.norm(dim=1) + found.norm(dim=1)
+            wrong = (expected - found).norm(dim=1) > _TOLERANCE * size + 1e-6  # not so for NaN
+            mismatch = wrong.any()
+        if at_once:
             if mismatch:
                 raise ValueError(_MISMATCH)
             return features
@@ -181,7 +201,7 @@ def find_head(model: nn.Module) -> nn.Linear:
 
 _MISMATCH = (
     "logits must come from the captured features: got logits of another batch, or changed after "
-    "the final linear layer"
+    "the final linear layer; pass head= if that is another layer"
 )
 
 
@@ -191,8 +211,12 @@ class _Capture:
     def __init__(self) -> None:
         self.features: Tensor | None = None
 
-    def __call__(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.features = inputs[0] if module.training else None
+    def __call__(
+        self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
+    ) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return  # within backward(), where a checkpoint computes it once more
+        self.features = (*inputs, *named.values())[0] if module.training else None
 
     def __getstate__(self) -> dict[str, None]:
         return {"features": None}  # a copy or a pickle of the model starts empty

@@ -11,7 +11,10 @@ from isda import kernels
 from isda.distributed import SKIP
 from isda.operators import operator
 
-__all__ = ["NOT_FINITE", "OUT_OF_RANGE", "problem_in", "screen", "tally"]
+__all__ = ["LARGEST", "NOT_FINITE", "OUT_OF_RANGE", "problem_in", "screen", "tally"]
+
+LARGEST = 1e15
+"""Size of features from which on they are bad: sums of their squares need not fit into float32."""
 
 NOT_FINITE, OUT_OF_RANGE = SKIP - 1, SKIP - 2
 """Class indices of samples with bad features, and with a bad target; any of them spoils a batch."""
@@ -24,11 +27,11 @@ def _screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: in
         features (N, A), target (N,); output (N,).
     """
     if kernels.usable(features):
-        return kernels.screen(features, target, num_classes, ignore_index)
+        return kernels.screen(features, target, num_classes, ignore_index, LARGEST)
     ignored = target == ignore_index
     outside = ((target < 0) | (target >= num_classes)) & ~ignored
     index = torch.where(ignored, SKIP, target)
-    index = torch.where(features.isfinite().all(1), index, NOT_FINITE)
+    index = torch.where((features.abs() < LARGEST).all(1), index, NOT_FINITE)  # not so for NaN
     return torch.where(outside, OUT_OF_RANGE, index)
 
 
@@ -38,7 +41,7 @@ screen = operator(
 
 
 def problem_in(index: Tensor) -> Tensor:
-    """0 for a sound batch, 1 for features that are not finite, 2 for a target out of range."""
+    """0 for a sound batch, 1 for features NaN or too large, 2 for a target out of range."""
     least = torch.cat([index, index.new_full((1,), SKIP)]).amin()  # of no sample at all: sound
     return (SKIP - least).clamp(min=0)
 

@@ -108,7 +108,16 @@ class Covariance(nn.Module):
     ) -> None:
         if any(name.startswith(prefix) for name in state_dict):
             self.check_state(state_dict, prefix)
+        dtypes = {name: buffer.dtype for name, buffer in self.named_buffers(recurse=False)}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name, dtype in dtypes.items():  # with assign=True they are those of the checkpoint
+            setattr(self, name, getattr(self, name).to(dtype))
+
+    def _require_features(self, features: Tensor) -> None:
+        if features.dim() != 2 or features.shape[1] != self.num_features:
+            raise ValueError(
+                f"features must have shape (N, {self.num_features}), got {tuple(features.shape)}"
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Covariance":
         def keep_dtype(tensor: Tensor) -> Tensor:  # .half() and .double() move nothing but devices
@@ -160,6 +169,7 @@ class FullCovariance(Covariance):
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
         """See :func:`isda.functional.update_moments`, here in place."""
+        self._require_features(features)
         update_full_op(self.count, self.mean, self.covariance, features, target, self.decay, 0)
 
     def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
@@ -204,6 +214,7 @@ class DiagonalCovariance(Covariance):
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
         """See :func:`isda.functional.update_moments`."""
+        self._require_features(features)
         if kernels.usable(self.variance):
             per_class.update_variances_op(
                 self.count, self.mean, self.variance, features, target, self.decay
@@ -236,6 +247,7 @@ class SharedCovariance(Covariance):
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
         """Merge a batch as if it were of one class."""
+        self._require_features(features)
         counted = (target >= 0)[:, None]  # (N, 1)
         features = torch.where(counted, features.float(), 0.0)
         count = counted.sum()
@@ -249,7 +261,8 @@ class SharedCovariance(Covariance):
     def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
         """See :func:`isda.functional.shared_quadratic`."""
         with torch.autocast(weight.device.type, enabled=False):
-            return functional.shared_quadratic(weight.float(), target, self.covariance)
+            # a copy: autograd keeps it, and the next batch is merged into the buffer
+            return functional.shared_quadratic(weight.float(), target, self.covariance.clone())
 
 
 class IdentityCovariance(Covariance):

@@ -18,7 +18,7 @@ Shapes use the paper's letters: N samples, C classes, A features.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -277,6 +277,7 @@ def isda_loss(
         C) or (N, C, ...), bias (C,), logits (N, C) or (N, C, ...); output () or the shape of class
         indices.
     """
+    require_reduction(reduction)
     shape = features.shape[:1] + features.shape[2:]
     soft = target.is_floating_point()
     logits = F.linear(flatten(features), weight, bias) if logits is None else flatten(logits)
@@ -284,6 +285,7 @@ def isda_loss(
     if soft:
         classes = torch.arange(len(weight), device=weight.device)
         table = 0.5 * strength * quadratic(weight, classes)  # (C, C)
+        logits = logits - logits.detach().amax(1, keepdim=True)  # margins do not change
         bound = _LogMatmulExp.apply(logits.to(table.dtype), table) - logits  # (N, C)
         losses = (target * bound).sum(1)
         counted = torch.ones_like(losses)
@@ -316,6 +318,7 @@ def cross_entropy(
         logits (N, C) or (N, C, ...), target (N,) or (N, ...), or probabilities like logits; output
         () or the shape of class indices.
     """
+    require_reduction(reduction)
     soft = target.is_floating_point()
     if not soft and kernels.usable(logits):
         if target.shape != logits.shape[:1] + logits.shape[2:]:
@@ -347,7 +350,8 @@ def sample(
     Args:
         features: deep features.
         target: class indices in ``[0, C)``.
-        covariance: feature covariance of each class, or feature variances of each class.
+        covariance: feature covariance of each class, or feature variances of each class; one
+            matrix for all classes as ``covariance.expand(C, A, A)``.
         strength: λ.
         num_samples: number M of draws for every sample.
         generator: source of the draws.
@@ -359,20 +363,32 @@ def sample(
         >>> sample(torch.zeros(3, 2), torch.tensor([0, 1, 1]), torch.ones(2, 2), strength=0.5).shape
         torch.Size([1, 3, 2])
     """
+    if not strength >= 0:
+        raise ValueError(f"strength must be >= 0, got {strength}")
+    width = features.shape[1]
+    if covariance.shape[1:] not in ((width,), (width, width)):
+        raise ValueError(
+            f"covariance must have shape (C, {width}, {width}) or (C, {width}), "
+            f"got {tuple(covariance.shape)}"
+        )
+    dtype = torch.promote_types(features.dtype, covariance.dtype)
+    covariance = covariance.to(dtype)
     noise = torch.randn(
         (num_samples, *features.shape),
         generator=generator,
-        dtype=features.dtype,
+        dtype=dtype,
         device=features.device,
     )
     if covariance.dim() == 2:
-        return features + noise * (strength * covariance[target]).sqrt()
+        if (covariance < 0).any():
+            raise ValueError("covariance must hold variances, got negative ones")
+        return (features + noise * (strength * covariance[target]).sqrt()).to(features.dtype)
     for index in target.unique().tolist():
         rows = (target == index).nonzero().flatten()
         eigenvalues, eigenvectors = torch.linalg.eigh(strength * covariance[index])
         root = eigenvectors * eigenvalues.clamp(min=0).sqrt()  # Σ may be singular: no Cholesky
         noise[:, rows] = noise[:, rows] @ root.T
-    return features + noise
+    return (features + noise).to(features.dtype)
 
 
 def monte_carlo_loss(
@@ -403,6 +419,10 @@ def monte_carlo_loss(
     Shape:
         features (N, A), weight (C, A), target (N,), covariance (C, A, A) or (C, A); output ().
     """
+    if len(covariance) != len(weight):
+        raise ValueError(
+            f"covariance must be of {len(weight)} classes, as weight, got {len(covariance)}"
+        )
     augmented = sample(
         features,
         target,
@@ -418,6 +438,11 @@ def monte_carlo_loss(
 def flatten(dense: Tensor) -> Tensor:
     """Channels last and all positions in one dimension: (N, A, ...) to (N', A)."""
     return dense if dense.dim() == 2 else dense.movedim(1, -1).flatten(0, -2)
+
+
+def require_reduction(reduction: str) -> None:
+    if reduction not in get_args(Reduction):
+        raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
 
 
 def _reduce(losses: Tensor, counted: Tensor, reduction: Reduction, shape: torch.Size) -> Tensor:
@@ -458,10 +483,15 @@ def _batch_variances(features: Tensor, target: Tensor, num_classes: int) -> Mome
     target = torch.where(target < 0, num_classes, target)
     count = torch.zeros(num_classes + 1, dtype=torch.int64, device=features.device)
     count = count.scatter_add_(0, target, torch.ones_like(target))
-    total = features.new_zeros(num_classes + 1, features.shape[1])
-    divisor = count.clamp(min=1).to(features.dtype)[:, None]
-    mean = total.index_add(0, target, features) / divisor
-    variance = total.index_add(0, target, (features - mean[target]).square()) / divisor
+    # one by one: of millions of samples float32 would lose the last ones
+    total = features.new_zeros(num_classes + 1, features.shape[1], dtype=torch.float64)
+
+    def average(rows: Tensor) -> Tensor:
+        sums = total.index_add(0, target, rows.double())
+        return (sums / count.clamp(min=1)[:, None]).to(features.dtype)
+
+    mean = average(features)
+    variance = average((features - mean[target]).square())
     return Moments(count[:-1], mean[:-1], variance[:-1])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isda import distributed, functional, kernels
-from isda.batch import OUT_OF_RANGE, problem_in, screen, tally
+from isda.batch import LARGEST, OUT_OF_RANGE, problem_in, screen, tally
 from isda.bound import bound, is_number
 from isda.covariance import COVARIANCES, Covariance
 from isda.distributed import SKIP
@@ -20,10 +20,10 @@ from isda.sharded import ShardedCovariance
 __all__ = ["ISDALoss"]
 
 _PROBLEMS = (  # what spoils the statistics for good if let in, in the order of isda.batch
-    "features must be finite: found NaN or infinite values; the batch was left out of the "
-    "statistics",
+    f"features must be finite: found NaN, or values of {LARGEST:g} or more; the batch was left out "
+    "of the statistics",
     "target must be in [0, {num_classes}) or ignore_index={ignore_index}: found a class out of "
-    "range; the batch was left out of the statistics",
+    "range, or probabilities that are not finite; the batch was left out of the statistics",
 )
 
 
@@ -89,12 +89,11 @@ class ISDALoss(nn.Module):
         super().__init__()
         if not 0 <= lambda_0 < float("inf"):
             raise ValueError(f"lambda_0 must be >= 0 and finite, got {lambda_0}")
-        if total_steps is not None and not (total_steps >= 1 and total_steps == int(total_steps)):
+        if total_steps is not None and not (total_steps >= 1 and total_steps % 1 == 0):
             raise ValueError(f"total_steps must be a whole number >= 1, got {total_steps}")
         if ramp not in ("linear", "constant"):
             raise ValueError(f"ramp must be 'linear' or 'constant', got {ramp!r}")
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        functional.require_reduction(reduction)
         if isinstance(covariance, str):
             if covariance not in COVARIANCES:
                 raise ValueError(
@@ -107,7 +106,9 @@ class ISDALoss(nn.Module):
                 raise ValueError(
                     f"decay must be set on the estimator, got decay={decay} beside one"
                 )
-            if not (hasattr(covariance, "update") and hasattr(covariance, "quadratic")):
+            if isinstance(covariance, type) or not (
+                hasattr(covariance, "update") and hasattr(covariance, "quadratic")
+            ):
                 raise ValueError(
                     f"covariance must be an estimator with update and quadratic, got {covariance!r}"
                 )
@@ -335,7 +336,16 @@ class ISDALoss(nn.Module):
             raise ValueError(
                 f"target of class indices must have shape {shape}, got {tuple(target.shape)}"
             )
-        if isinstance(progress, Real) and not 0 <= progress <= 1:
+        if isinstance(progress, Tensor) and progress.numel() != 1:
+            raise ValueError(f"progress must be one number, got shape {tuple(progress.shape)}")
+        if not isinstance(progress, Real | Tensor | None):
+            raise ValueError(f"progress must be a number or a tensor, got {progress!r}")
+        known = isinstance(progress, Real) or (
+            isinstance(progress, Tensor)
+            and progress.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+        )
+        if known and not 0 <= progress <= 1:  # type: ignore[operator]
             raise ValueError(f"progress must be in [0, 1], got {progress}")
 
     def _load_from_state_dict(

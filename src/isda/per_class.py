@@ -117,8 +117,9 @@ def _update_full(
     slot = slots.repeat_interleave(number)  # (N',)
     share = sample_share(count[present], number, decay, mean.dtype)
     batch = features[order].to(mean.dtype)
-    total = batch.new_zeros(len(present), batch.shape[1]).index_add_(0, slot, batch)
-    batch_mean = total / number[:, None]
+    # one by one: of millions of samples float32 would lose the last ones
+    total = batch.new_zeros(len(present), batch.shape[1], dtype=torch.float64)
+    batch_mean = (total.index_add_(0, slot, batch.double()) / number[:, None]).to(mean.dtype)
     shift = batch_mean - mean[present]  # (P, A)
     # of every class its centred samples, then its shift: one product gives both terms of Eq. 10
     rows = batch.new_empty(len(order) + len(present), batch.shape[1])

@@ -10,7 +10,9 @@ from isda.kernels.sizes import power_of_2
 __all__ = ["screen", "tally"]
 
 
-def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+def screen(
+    features: Tensor, target: Tensor, num_classes: int, ignore_index: int, largest: float
+) -> Tensor:
     """See ``isda.batch.screen``."""
     features, target = features.contiguous(), target.contiguous()
     index = torch.empty_like(target)
@@ -18,7 +20,7 @@ def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int
         width = features.shape[1]
         block = min(power_of_2(width), 1024)
         _screen[(len(target),)](
-            features, target, index, num_classes, width, ignore_index, block=block
+            features, target, index, num_classes, width, ignore_index, largest, block=block
         )
     return index
 
@@ -56,7 +58,7 @@ def tally(
 
 @triton.jit
 def _screen(  # type: ignore[no-untyped-def]
-    features, target, index, num_classes, num_features, ignore_index, block: tl.constexpr
+    features, target, index, num_classes, num_features, ignore_index, largest, block: tl.constexpr
 ):
     sample = tl.program_id(0).to(tl.int64)
     bad = tl.zeros((block,), dtype=tl.int32)
@@ -64,8 +66,7 @@ def _screen(  # type: ignore[no-untyped-def]
         column = first + tl.arange(0, block)
         inside = column < num_features
         value = tl.load(features + sample * num_features + column, mask=inside, other=0.0)
-        value = value.to(tl.float32)
-        bad += (value - value != 0.0).to(tl.int32)  # NaN for NaN and for infinite values
+        bad += tl.where(tl.abs(value.to(tl.float32)) < largest, 0, 1)  # 1 for NaN, too
     label = tl.load(target + sample)
     ignored = label == ignore_index
     outside = ((label < 0) | (label >= num_classes)) & (label != ignore_index)
@@ -97,7 +98,7 @@ def _tally(  # type: ignore[no-untyped-def]
         counted += (value >= 0).to(tl.int32)
         least = tl.minimum(least, value)
     number = tl.sum(counted)
-    found = tl.maximum(-1 - tl.min(least), 0)  # 1: not finite, 2: out of range
+    found = tl.maximum(-1 - tl.min(least), 0)  # 1: bad features, 2: bad target
     for first in range(0, num_samples, block):
         position = first + tl.arange(0, block)
         value = tl.load(index + position, mask=position < num_samples, other=-1)
