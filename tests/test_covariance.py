@@ -296,3 +296,8 @@ def test_autocast_stays_outside(kind, device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         found = estimator.quadratic(x.weight, x.target)
     assert torch.equal(found, expected)
+    plain = copy.deepcopy(estimator)
+    plain.update(x.features, x.target)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        estimator.update(x.features, x.target)
+    assert_same(estimator, plain)

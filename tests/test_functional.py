@@ -654,9 +654,14 @@ def test_second_derivatives_are_refused(form: str) -> None:
         value = functional.full_quadratic(weight, x.target, x.covariance)
     else:
         value = functional.diagonal_quadratic(weight, x.target, x.covariance[:, 0].abs())
-    (gradient,) = torch.autograd.grad(value.square().sum(), weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    for total in (value.square().sum(), value.sum() + weight.pow(3).sum()):
+        (gradient,) = torch.autograd.grad(total, weight, create_graph=True, retain_graph=True)
+        (expected,) = torch.autograd.grad(total, weight, retain_graph=True)
+        assert torch.equal(gradient, expected)
+        with pytest.raises(RuntimeError, match="can be differentiated once"):
+            gradient.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="can be differentiated once"):
+            torch.autograd.grad(gradient.square().sum(), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

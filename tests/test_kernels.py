@@ -315,6 +315,42 @@ def check_bound(shape: tuple[int, int, int], dtype: torch.dtype, device: str) ->
     assert loss.isnan()
 
 
+def check_padding(device: str) -> None:
+    """What lies between the rows of a covariance does not matter, be it NaN."""
+    moments, _, target, weight = draw((12, 7, 20), device)
+    room = torch.full((7, 20, 32), torch.nan, device=device)
+    room[..., :20] = moments.covariance
+    for precision in ("high", "medium"):
+        products = (
+            kernels.multiply(weight, target, covariance, precision)
+            for covariance in (moments.covariance, room[..., :20])
+        )
+        expected, found = (kernels.gather_rows(x.partial, x.slot, target) for x in products)
+        torch.testing.assert_close(found, expected)
+
+
+def check_default_dtype(device: str) -> None:
+    """Statistics and losses are float32, whatever new tensors are by default."""
+    moments, features, target, weight = draw((12, 7, 20), device)
+    logits = features @ weight.T
+    results = []
+    for dtype in (torch.float32, torch.float16):
+        found = Moments(*(tensor.clone() for tensor in moments))
+        torch.set_default_dtype(dtype)
+        try:
+            products = kernels.update_and_multiply(
+                *found, features, target, weight, target, 0.9, "high"
+            )
+            rows = kernels.gather_rows(products.partial, products.slot, target)
+            loss, *_ = kernels.bound(logits, None, target, None, None, ignore_index=-1, reduce=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append((*found, rows, loss))
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(other, one)
+
+
 def interpret() -> None:
     """What the subprocess of the next test runs."""
     for shape in SHAPES:
@@ -328,6 +364,8 @@ def interpret() -> None:
     check_bound((6, 70, 1), torch.bfloat16, "cpu")
     check_quadratic((23, 13, 5), "high", "cpu", first=4, part=7)
     check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
+    check_padding("cpu")
+    check_default_dtype("cpu")
     sys.modules["isda.kernels.products"]._CLASSES = 16  # too many for one pass
     sys.modules["isda.kernels.products"]._COPIED = 5 * 70**2  # five of these at a time
     for precision in ("high", "medium"):
@@ -511,6 +549,16 @@ def test_many_samples():
 @gpu
 def test_strides():
     check_strides("cuda")
+
+
+@gpu
+def test_padding():
+    check_padding("cuda")
+
+
+@gpu
+def test_default_dtype():
+    check_default_dtype("cuda")
 
 
 @gpu

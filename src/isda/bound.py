@@ -52,7 +52,7 @@ def bound(
         if isinstance(strength, Tensor):
             factor = strength.detach().to(logits.device, torch.float32)
         else:
-            factor = torch.full((), strength, device=logits.device)
+            factor = torch.full((), strength, dtype=torch.float32, device=logits.device)
     loss, *_ = _bound_op(logits, quadratic, index, factor, scale, ignore_index, reduce)
     return loss
 

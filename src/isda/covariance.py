@@ -254,7 +254,9 @@ class SharedCovariance(Covariance):
         number = count.clamp(min=1)
         mean = features.sum(0) / number
         centred = torch.where(counted, features - mean, 0.0)
-        batch = Moments(count[None], mean[None], (centred.T @ centred / number)[None])
+        with torch.autocast(features.device.type, enabled=False):
+            covariance = centred.T @ centred / number
+        batch = Moments(count[None], mean[None], covariance[None])
         state = Moments(self.count[None], self.mean[None], self.covariance[None])
         _copy(state, functional.merge_moments(state, batch, decay=self.decay))
 

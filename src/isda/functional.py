@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from isda import kernels
 from isda.bound import bound, is_number
+from isda.operators import once
 from isda.per_class import full_quadratic_op, sample_share, update_full_op
 
 __all__ = [
@@ -500,6 +501,7 @@ class _DiagonalQuadratic(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, target: Tensor, variance: Tensor) -> Tensor:
+        ctx.sources = (weight,)
         weight = weight - weight.mean(0)  # margins do not change; avoids cancellation in float32
         own, scale = weight[target], variance[target]  # (N, A)
         factors = torch.cat([scale, scale * own], 1)  # (N, 2A)
@@ -508,7 +510,7 @@ class _DiagonalQuadratic(torch.autograd.Function):
         return torch.addmm(offset[:, None], factors, torch.cat([weight.square(), -2 * weight], 1).T)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         weight, target, factors = ctx.saved_tensors
         (grad,) = grads

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["operator"]
+__all__ = ["once", "operator"]
 
 Save = Callable[[Any, tuple[Any, ...], Any], None]
 
@@ -52,9 +52,10 @@ def operator(
         def forward(ctx: Any, *inputs: Any) -> Any:  # setup_context would cost more than a kernel
             output = function(*inputs)
             save(ctx, inputs, output)
+            ctx.sources = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
             return output
 
-        @torch.autograd.function.once_differentiable
+        @once
         def plain_gradient(ctx: Any, *grads: Any) -> Any:
             return gradient(ctx, plain, *grads)
 
@@ -67,6 +68,41 @@ def operator(
 
     call.node, call.eager = node, eager  # type: ignore[attr-defined]
     return call
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the gradients of a backward method refuse to be differentiated again.
+
+    ``torch.autograd.function.once_differentiable`` does so for ``backward()`` alone:
+    ``torch.autograd.grad`` would pass by what it cannot differentiate, and be wrong.
+
+    Args:
+        backward: gradients from a context, whose ``sources`` are the tensors that have them, and
+            from upstream gradients.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # there will be no second derivatives
+            return results
+        sources = [x for x in (*grads, *ctx.sources) if x is not None and x.requires_grad]
+        return tuple(x if x is None else _Once.apply(x, *sources) for x in results)
+
+    return call
+
+
+class _Once(torch.autograd.Function):
+    """A gradient as it is, with all that it depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("the terms of ISDA can be differentiated once: no second derivatives")
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:

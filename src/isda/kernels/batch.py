@@ -37,7 +37,7 @@ def tally(
     """See ``isda.batch.tally``."""
     sound = torch.empty_like(index)
     scale = torch.empty((), dtype=torch.float64, device=index.device)
-    strength = torch.empty((), device=index.device)
+    strength = torch.empty((), dtype=torch.float32, device=index.device)
     block = min(power_of_2(max(len(index), 1)), 1024)
     _tally[(1,)](
         step,

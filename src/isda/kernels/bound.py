@@ -24,7 +24,7 @@ def bound(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``isda.bound.bound``; returns the loss, log-sum-exp of each row, and the scale."""
     number, num_classes = logits.shape
-    losses, total = (torch.empty(number, device=logits.device) for _ in range(2))
+    losses, total = (logits.new_empty(number, dtype=torch.float32) for _ in range(2))
     if number:
         _bound[(number,)](
             logits,
@@ -43,7 +43,7 @@ def bound(
     if not reduce:
         ones = torch.ones((), dtype=torch.float64, device=logits.device)
         return losses, total, ones if scale is None else scale.clone()
-    loss = torch.empty((), device=logits.device)
+    loss = logits.new_empty((), dtype=torch.float32)
     factor = torch.empty((), dtype=torch.float64, device=logits.device)
     _reduce[(1,)](
         losses,

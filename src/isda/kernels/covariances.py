@@ -71,7 +71,8 @@ def launch_update(
     if not len(classes):
         return
     side = blocks(num_features, _TILE)
-    _update[(side * (side + 1) // 2, len(classes))](
+    tiles = side * (side + 1) // 2
+    _update[(tiles * len(classes),)](
         covariance,
         found.share if count is None else count,
         found.rows,
@@ -81,6 +82,7 @@ def launch_update(
         classes,
         found.slot,
         found.rows if copies is None else copies,
+        tiles,
         num_features,
         *layout(covariance),
         found.rows.shape[1],
@@ -137,6 +139,7 @@ def _update(  # type: ignore[no-untyped-def]
     classes,
     slot,
     copies,
+    tiles,
     num_features,
     stride,
     width,
@@ -148,7 +151,8 @@ def _update(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
 ):
     """Read a tile on or below the diagonal; write it and its mirror above."""
-    label = tl.load(classes + tl.program_id(1))
+    place = tl.program_id(0) // tiles
+    label = tl.load(classes + place)
     if label < 0:
         return
     if others or parts > 0:
@@ -156,7 +160,7 @@ def _update(  # type: ignore[no-untyped-def]
         if own == others:
             return
     # tiles are counted row by row: 0; 1, 2; 3, 4, 5; …
-    tile_number = tl.program_id(0)
+    tile_number = tl.program_id(0) % tiles
     below = ((tl.sqrt(8.0 * tile_number + 1.0) - 1.0) / 2.0).to(tl.int32)
     below = tl.where(below * (below + 1) // 2 > tile_number, below - 1, below)  # if it was rounded
     below = tl.where((below + 1) * (below + 2) // 2 <= tile_number, below + 1, below)
@@ -175,7 +179,7 @@ def _update(  # type: ignore[no-untyped-def]
         tile = merge_rows(tile * keep, line, 0, number + 1, row, column, rows_stride, many)
         tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
     part = tl.cast(num_features, tl.int64) * num_features
-    copy = copies + tl.program_id(1) * parts * part
+    copy = copies + place * parts * part
     if parts > 0:
         mask = (row < num_features)[:, None] & (column < num_features)[None, :]
         copy_row = copy + row[:, None].to(tl.int64) * num_features

@@ -250,6 +250,7 @@ def _launch_fused(
         high.shape[1],
         first_class,
         merge=count is not None,
+        padded=width != num_features,
         precise=precise,
         interpreted=not covariance.is_cuda,
         batch_rows=_BATCH_ROWS,
@@ -349,6 +350,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     padded_features,
     first_class,
     merge: tl.constexpr,
+    padded: tl.constexpr,
     precise: tl.constexpr,
     interpreted: tl.constexpr,
     batch_rows: tl.constexpr,
@@ -393,6 +395,8 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
                 right = tl.load(line + sample * rows_stride + column, mask=column < last, other=0.0)
                 tile += left[:, None] * right[None, :]
             tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
+        if padded:  # with anything, and 0 · NaN is NaN
+            tile = tl.where((column < num_features)[None, :], tile, 0.0)
         place = other[:, None] * padded_features + column[None, :]
         upper = tile.to(tl.bfloat16)
         weight_upper = tl.load(high + place)

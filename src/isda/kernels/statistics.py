@@ -68,6 +68,9 @@ def class_statistics(
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
     classes = integers(slots)
     merge = features is not None
     width = features.shape[1] if features is not None else 1
@@ -78,8 +81,8 @@ def class_statistics(
         classes if whole else integers(own_slots),
         integers(num_classes),
         integers(num_classes),
-        torch.empty(num_classes, device=device),
-        torch.empty((samples + slots if keep_rows else 0, blocks(width, 16) * 16), device=device),
+        numbers(num_classes),
+        numbers(samples + slots if keep_rows else 0, blocks(width, 16) * 16),
     )
     if not samples:
         result.slot.fill_(-1)
