@@ -34,6 +34,7 @@ from loss import (
     peer_loss,
     peer_structure,
     read_rows,
+    require_device,
     three_digits,
 )
 from torch import Tensor, nn
@@ -263,7 +264,7 @@ def draw(rows: list[Row], path: Path) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     def shape(text: str) -> Shape:
         n, c, a, structure = text.split(",")
-        if min(int(n), int(c), int(a)) < 1 or structure not in ("full", "diagonal"):
+        if min(int(n), int(c) - 1, int(a)) < 1 or structure not in ("full", "diagonal"):
             raise ValueError(text)
         return int(n), int(c), int(a), structure
 
@@ -286,9 +287,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     for path in filter(None, (*options.peer, options.table)):
         if not path.is_file():
             parser.error(f"no such file: {path}")
-    if not options.table and _on_gpu(options.device) and not torch.cuda.is_available():
-        parser.error("--device cuda needs a GPU, and torch finds none")
-    if options.peer and not _on_gpu(options.device):
+    cuda = not options.table and require_device(parser, options.device)
+    if options.peer and not cuda:
         parser.error("--peer needs --device cuda: the authors' files put their state on a GPU")
     return options
 

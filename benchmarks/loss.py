@@ -48,6 +48,7 @@ __all__ = [
     "peer_structure",
     "read",
     "read_rows",
+    "require_device",
     "three_digits",
 ]
 
@@ -107,6 +108,8 @@ def measure(case: Case) -> Row:
     """Time and extra memory of a case; to be called in a fresh process."""
     torch.set_num_threads(case.threads)
     cuda = torch.device(case.device).type == "cuda"
+    if cuda:
+        torch.cuda.set_device(case.device)
     milliseconds = extra = None
     note = ""
     _create_step(case, (4, 3, 5))()  # loads the libraries and starts the threads
@@ -137,11 +140,14 @@ def read_rows(path: Path, kind: type[T]) -> list[T]:
             return types[name](text)
         return float(text) if text else None
 
-    with path.open(newline="") as file:
-        return [
-            kind(**{name: parse(name, text) for name, text in line.items()})
-            for line in csv.DictReader(file)
-        ]
+    try:
+        with path.open(newline="") as file:
+            return [
+                kind(**{name: parse(name, text) for name, text in line.items()})
+                for line in csv.DictReader(file)
+            ]
+    except (KeyError, TypeError, ValueError):
+        sys.exit(f"{path} is not a table of this script")
 
 
 def markdown(rows: list[Row]) -> str:
@@ -217,6 +223,20 @@ def peer_structure(path: Path) -> str:
     return "full" if _load(path).ISDALoss(2, 3).estimator.CoVariance.dim() == 3 else "diagonal"
 
 
+def require_device(parser: argparse.ArgumentParser, name: str) -> bool:
+    """Make a device the current one if it is a GPU, and tell whether it is."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        parser.error(f"--device must be cpu or cuda, got {name!r}")
+    if device.type != "cuda":
+        return False
+    if (device.index or 0) >= torch.cuda.device_count():
+        parser.error(f"--device {name} needs a GPU, and torch finds {torch.cuda.device_count()}")
+    torch.cuda.set_device(device)
+    return True
+
+
 def extra_device_memory(step: Callable[[], object]) -> int:
     """Bytes of a GPU that a call takes at its peak, above what is held before it."""
     torch.cuda.reset_peak_memory_stats()
@@ -276,7 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     def shape(text: str) -> tuple[int, ...]:
         sizes = tuple(int(part) for part in text.split(","))
-        if len(sizes) != 3 or min(sizes) < 1:
+        if len(sizes) != 3 or min(sizes) < 1 or sizes[1] < 2:
             raise ValueError(text)
         return sizes
 
@@ -301,10 +321,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.repeat < 1 or options.threads < 1:
         parser.error("--repeat and --threads must be >= 1")
-    if options.peer and torch.device(options.device).type != "cuda":
+    cuda = require_device(parser, options.device)
+    if options.peer and not cuda:
         parser.error("--peer needs --device cuda: the authors' file puts its state on a GPU")
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda needs a GPU, and torch finds none")
     for path in filter(None, (options.peer, options.table)):
         if not path.is_file():
             parser.error(f"no such file: {path}")

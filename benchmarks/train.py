@@ -24,6 +24,7 @@ from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import Recipe, get_recipe
 from isda.experiments.runs import environment
 from isda.experiments.step import Lane
+from isda.experiments.train import join_processes
 
 EPOCH_IMAGES = {"digits": 1437, "cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167}
 COLUMNS = {  # header of the Markdown table
@@ -53,10 +54,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="CSV file to append to")
     parser.add_argument("--table", type=Path, help="print the Markdown table of a CSV file and end")
     arguments = parser.parse_args()
-    if arguments.table:
-        print(markdown(list(csv.DictReader(arguments.table.open()))))
-        return
+    for name in ("epochs", "images", "side_by_side"):
+        value = getattr(arguments, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be >= 1")
     try:
+        if arguments.table:
+            print(markdown(read(arguments.table)))
+            return
+        with join_processes(arguments.device) as (device, _, _):
+            arguments.device = str(device)
         run(arguments)
     except InputError as error:
         parser.error(str(error))
@@ -144,8 +151,23 @@ def changes(recipe: Recipe, settings: list[str]) -> dict[str, Any]:
         if not hasattr(recipe, name):
             raise unknown("field of a recipe", name, recipe.as_dict())
         kind = type(getattr(recipe, name))
-        result[name] = text == "True" if kind is bool else kind(text)
+        try:
+            result[name] = text == "True" if kind is bool else kind(text)
+        except ValueError as error:
+            raise InputError(f"{setting} is not a value for the field {name}: {error}") from error
     return result
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Rows of a CSV file that was written here."""
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not rows or not {"method", "seconds_per_epoch"} <= rows[0].keys():
+        raise InputError(f"{path} is not a table of this script")
+    return rows
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
@@ -159,19 +181,24 @@ def write(path: Path, row: dict[str, Any]) -> None:
         writer.writerow(row)
 
 
+def case(row: dict[str, Any]) -> tuple[str, ...]:
+    """What two rows must share to be compared."""
+    keys = ("data", "network", "side_by_side", "batch_size", "precision", "captured", "device")
+    return tuple(str(row[key]) for key in keys)
+
+
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table; ISDA's time in percent of its cross entropy's beside it."""
     lines = ["| " + " | ".join(COLUMNS.values()) + " |"]
     lines.append("| --- | --- |" + " ---: |" * (len(COLUMNS) - 2))
-    baseline: dict[tuple[str, ...], float] = {}
+    baseline = {case(row): row for row in rows if row["method"] == "ce"}
     for row in rows:
-        case = tuple(str(row[key]) for key in ("data", "network", "side_by_side", "precision"))
-        seconds = float(row["seconds_per_epoch"])
         added = ""
-        if row["method"] == "ce":
-            baseline[case] = seconds
-        elif case in baseline:
-            added = f"{100 * (seconds / baseline[case] - 1):+.1f} %"
+        if row["method"] != "ce" and case(row) in baseline:
+            ratio = float(row["seconds_per_epoch"]) / float(
+                baseline[case(row)]["seconds_per_epoch"]
+            )
+            added = f"{100 * (ratio - 1):+.1f} %"
         cells = [str(row.get(key, "")) for key in COLUMNS if key != "added_percent"]
         lines.append("| " + " | ".join([*cells, added]) + " |")
     return "\n".join(lines)

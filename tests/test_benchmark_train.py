@@ -43,6 +43,12 @@ def test_both_methods_are_timed(tmp_path: Path) -> None:
     [
         (["--networks", "resnet23"], "unknown recipe 'cifar100-resnet23-ce'; did you mean"),
         (["--set", "batch=3"], "unknown field of a recipe 'batch'; did you mean batch_size"),
+        (["--set", "batch_size=few"], "batch_size=few is not a value for the field batch_size"),
+        (["--epochs", "0"], "--epochs must be >= 1"),
+        (["--side-by-side", "2", "0"], "--side-by-side must be >= 1"),
+        (["--device", "cuda:99"], "no GPU 99 here"),
+        (["--table", "nowhere.csv"], "cannot read nowhere.csv"),
+        (["--table", str(ROOT / "results" / "benchmarks" / "loss_cpu.csv")], "is not a table of"),
     ],
 )
 def test_mistakes(flags: list[str], message: str) -> None:
@@ -51,6 +57,22 @@ def test_mistakes(flags: list[str], message: str) -> None:
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_rows_are_compared_with_their_own_baseline(tmp_path: Path) -> None:
+    """In any order, of the same batch size."""
+    row = {"data": "digits", "network": "resnet8", "side_by_side": 1, "precision": "fp32"}
+    row |= {"captured": True, "device": "x", "images_per_second": 1, "tflops": 1}
+    rows = [
+        row | {"method": method, "batch_size": size, "seconds_per_epoch": seconds}
+        for method, size, seconds in (("isda", 128, 1.02), ("ce", 128, 1.0), ("ce", 256, 0.5))
+    ]
+    with (tmp_path / "speed.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    added = [line.split("|")[-2].strip() for line in run("--table", file.name).splitlines()[2:]]
+    assert added == ["+2.0 %", "", ""]
 
 
 def test_speed_table_is_that_of_its_record() -> None:
