@@ -484,12 +484,12 @@ def _batch_variances(features: Tensor, target: Tensor, num_classes: int) -> Mome
     target = torch.where(target < 0, num_classes, target)
     count = torch.zeros(num_classes + 1, dtype=torch.int64, device=features.device)
     count = count.scatter_add_(0, target, torch.ones_like(target))
-    # one by one: of millions of samples float32 would lose the last ones
-    total = features.new_zeros(num_classes + 1, features.shape[1], dtype=torch.float64)
 
     def average(rows: Tensor) -> Tensor:
-        sums = total.index_add(0, target, rows.double())
-        return (sums / count.clamp(min=1)[:, None]).to(features.dtype)
+        # one by one: of millions of samples float32 would lose the last ones
+        total = rows.new_zeros(num_classes + 1, rows.shape[1], dtype=torch.float64)
+        total.index_add_(0, target, rows.double())
+        return total.div_(count.clamp(min=1)[:, None]).to(rows.dtype)
 
     mean = average(features)
     variance = average((features - mean[target]).square())
