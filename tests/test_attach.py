@@ -391,6 +391,26 @@ def test_logits_in_another_order(model, images, target, device):
         criterion(model(images)[[0, 2, 1, 3, 4, 5]], target)
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+def test_small_logits_in_bfloat16_are_no_mismatch(classes, device):
+    """Of many samples some have logits near 0, which are then off by more than their size."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(32, 512), nn.ReLU())
+    model = nn.Sequential(body, nn.Linear(512, classes)).to(device)
+    criterion = attach(model, **options())
+    for _ in range(8):
+        x, target = torch.randn(1000, 32), torch.randint(classes, (1000,))
+        with torch.autocast(device.type, torch.bfloat16):
+            criterion(model(x.to(device)), target.to(device))
+    criterion.check()
+    with torch.autocast(device.type, torch.bfloat16):
+        logits = model(x.to(device))
+    rows = torch.randperm(1000)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match="logits of another batch"):
+            criterion(logits[rows], target)
+
+
 def test_pooled_features_of_a_convolution(target, device):
     """As some models of timm end: a 1×1 convolution, flattened behind it."""
     body, head = nn.Sequential(nn.Conv2d(3, 4, 2), nn.AdaptiveAvgPool2d(1)), nn.Conv2d(4, C, 1)
@@ -442,13 +462,22 @@ def test_output_that_is_not_a_tensor(model, images, target):
 
 
 def test_the_hook_goes_with_the_criterion(model, images):
+    def hooks(model: nn.Sequential) -> int:
+        return len(model[-1]._forward_pre_hooks)
+
     criterion = attach(model, **options())
     model(images)
-    assert len(model[-1]._forward_pre_hooks) == 1
-    criterion = attach(model, **options())
-    assert len(model[-1]._forward_pre_hooks) == 1
+    assert hooks(model) == 1
+    criterion = attach(model, **options())  # and the first one is gone
+    assert hooks(model) == 1
+    for duplicate in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        other, its_own = duplicate((model, criterion))
+        assert hooks(other) == 1
+        del its_own
+        assert hooks(other) == 0
+    assert hooks(model) == 1
     del criterion
-    assert not model[-1]._forward_pre_hooks
+    assert hooks(model) == 0
 
 
 def test_head_that_is_computed_once_more(images, target, device):
@@ -459,6 +488,9 @@ def test_head_that_is_computed_once_more(images, target, device):
     criterion(logits, target).backward()
     with pytest.raises(ValueError, match="no pass before it"):
         criterion(logits, target)
+    loss = checkpoint(lambda x: criterion(model(x), target), images, use_reentrant=False)
+    with pytest.raises(ValueError, match="called outside of what a checkpoint repeats"):
+        loss.backward()
 
 
 def test_mixed_up_target(model, images, target):

@@ -3,6 +3,7 @@
 import hashlib
 import multiprocessing
 import pickle
+import shutil
 import time
 from pathlib import Path
 
@@ -478,6 +479,11 @@ def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
     assert message_of(f"imagefolder:{tmp_path}") == message
     make_images(tmp_path, {"bus": 5})  # a train is a vehicle, too
     assert folder_of(tmp_path).class_names == ("bus", "train", "val")
+    (tmp_path / "val").rename(tmp_path / "van")
+    make_images(tmp_path / "train", {"fast": 5})
+    assert folder_of(tmp_path).class_names == ("bus", "train", "van")
+    shutil.rmtree(tmp_path / "train" / "fast")
+    (tmp_path / "van").rename(tmp_path / "val")
     make_images(tmp_path / "train", {"cat": 5, "dog": 5})
     message = f"{tmp_path}/val must have a folder for each class, as {tmp_path}/train has"
     assert message_of(f"imagefolder:{tmp_path}") == message
@@ -493,12 +499,14 @@ def test_images_of_more_than_8_bits(tmp_path: Path) -> None:
     assert image.mode == "RGB"
     assert np.array_equal(np.asarray(image), np.repeat(values[..., None] // 256, 3, axis=2))
     assert len(folder_of(tmp_path).train_files) == 6
-    for number, wrong in enumerate((values.astype(np.float32), values.astype(np.int32) * 2)):
-        Image.fromarray(wrong).save(tmp_path / "b" / f"wrong{number}.tif")
+    assert not np.asarray(_to_rgb(Image.fromarray(0 * values))).any()  # black
+    wrong = (values.astype(np.float32), values.astype(np.int32) * 2, values // 256)
+    for number, pixels in enumerate(wrong):
+        Image.fromarray(pixels).save(tmp_path / "b" / f"wrong{number}.tif")
     message = message_of(f"imagefolder:{tmp_path}")
-    assert "2 of 9 images" in message
-    assert "b/wrong0.tif" in message
-    assert "b/wrong1.tif" in message
+    assert "3 of 10 images" in message
+    for number in range(3):
+        assert f"b/wrong{number}.tif" in message
 
 
 def test_too_few_images_to_split(tmp_path: Path) -> None:

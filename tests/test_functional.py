@@ -7,6 +7,7 @@ either sign that are added to a value of that size.
 
 import functools
 import re
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from isda import functional
 from isda.functional import Moments
+from isda.operators import operator
 
 SHAPES = [(7, 13, 5), (1, 3, 4), (0, 3, 4), (23, 3, 6), (5, 2, 1)]  # (N, C, A)
 SINGLE = 2e-5
@@ -673,6 +675,58 @@ def test_sample_has_the_dtype_of_the_features(diagonal, dtype, device):
     draws = functional.sample(x.features.to(dtype), x.target, covariance, strength=0.3)
     assert draws.dtype == dtype
     assert draws.isfinite().all()
+
+
+def test_sample_of_variances_is_compiled() -> None:
+    x = draw(3, 4, 3, dtype=torch.float32)
+    compiled = torch.compile(functional.sample, backend="eager", fullgraph=True)
+    variance = x.covariance.diagonal(dim1=1, dim2=2)
+    assert compiled(x.features, x.target, variance, strength=0.3).shape == (1, 3, 3)
+
+
+def test_soft_loss_of_bfloat16_logits(device):
+    """Computed in the dtype of the quadratic term."""
+    x = draw(64, 5, 4, dtype=torch.float32, device=device)
+    target = torch.randn(64, 5, device=device).softmax(1)
+    logits = (x.features @ x.weight.T).bfloat16()
+    losses = [
+        functional.isda_loss(
+            x.features, x.weight, target, functional.identity_quadratic, strength=0.5,
+            logits=each, reduction="none",
+        )
+        for each in (logits, logits.float())
+    ]  # fmt: skip
+    assert torch.equal(*losses)
+
+
+def _square(x: Tensor) -> Tensor:
+    return x.square()
+
+
+def _square_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return 2 * x * grad
+
+
+def test_a_kept_result_does_not_keep_its_inputs() -> None:
+    """After backward() an operator has let go of what it saved, and refuses second derivatives."""
+    square = operator(
+        "isda_test::square",
+        _square,
+        torch.empty_like,
+        save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        backward=operator("isda_test::square_backward", _square_backward, torch.empty_like),
+        gradient=lambda ctx, backward, grad: (backward(grad, *ctx.saved_tensors),),
+    )
+    (leaves,) = leaf(torch.arange(3.0))
+    x = leaves * 1
+    kept, alive = square(x), weakref.ref(x)
+    (gradient,) = torch.autograd.grad(kept.sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad(gradient.sum(), leaves)
+    del gradient, x
+    kept.sum().backward()
+    assert leaves.grad.tolist() == [0, 2, 4]
+    assert alive() is None
 
 
 def test_sample_errors(device):

@@ -240,6 +240,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
     assert text.startswith(kept)
     places = f"{out}/a/{FIRST}-ce/0, {out}/b/{FIRST}-ce/0"
     assert f"Left out: {reason}{places}." in text
+    assert "belong to no cell" not in text
     write_report_page(tmp_path / "report.html", runs)
     assert places in (tmp_path / "report.html").read_text(encoding="utf-8")
     for show in (tables.main, lambda words: print(recipes_table(words[2]))):

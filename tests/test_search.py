@@ -104,6 +104,12 @@ def test_the_lowest_mean_error_is_chosen(trainer: Callable[..., Trainer]) -> Non
     assert result.final.error.mean == pytest.approx(10.5)
 
 
+def test_a_search_may_start_from_cross_entropy(trainer: Callable[..., Trainer]) -> None:
+    stand_in = trainer(lambda recipe, seed: 3 + recipe.lambda_0)
+    main(["digits-resnet8-ce", "--method", "isda", "--candidates", "0.5", "1"])
+    assert [plan.recipe.lambda_0 for plan in stand_in.calls[0]] == [0.5, 1.0]
+
+
 @pytest.mark.parametrize("candidates", [(0.25, 0.5, 1.0), (1.0, 0.5, 0.25)])
 def test_of_equal_errors_the_smaller_is_chosen(
     candidates: tuple[float, ...], trainer: Callable[..., Trainer]

@@ -320,16 +320,20 @@ def test_resume_of_a_finished_run_changes_nothing(
     assert all(summary(run).finished for run in runs)
 
 
-def test_resume_without_a_checkpoint(options: Options, uninterrupted: list[Run]) -> None:
+def test_resume_without_a_checkpoint(
+    options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A record that was exported is done; a run that had none as yet begins anew, and says so."""
     for run in uninterrupted:
         export(run, options.out)
     files = sorted(path for path in options.out.rglob("*") if path.is_file())
     before = [path.read_bytes() for path in files]
+    monkeypatch.setattr(runs_module, "environment", lambda device: {"commit": "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs = train(PLANS, replace(options, resume=True))
     assert [path.read_bytes() for path in files] == before
+    monkeypatch.undo()
     cut = runs[1].folder / "metrics.jsonl"
     cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:2]))
     with pytest.warns(UserWarning, match="one/1 has no checkpoint: it begins anew"):

@@ -286,8 +286,9 @@ def isda_loss(
     if soft:
         classes = torch.arange(len(weight), device=weight.device)
         table = 0.5 * strength * quadratic(weight, classes)  # (C, C)
+        logits = logits.to(table.dtype)
         logits = logits - logits.detach().amax(1, keepdim=True)  # margins do not change
-        bound = _LogMatmulExp.apply(logits.to(table.dtype), table) - logits  # (N, C)
+        bound = _LogMatmulExp.apply(logits, table) - logits  # (N, C)
         losses = (target * bound).sum(1)
         counted = torch.ones_like(losses)
     else:
@@ -381,7 +382,8 @@ def sample(
         device=features.device,
     )
     if covariance.dim() == 2:
-        if (covariance < 0).any():
+        known = covariance.device.type == "cpu" and not torch.compiler.is_compiling()
+        if known and (covariance < 0).any():
             raise ValueError("covariance must hold variances, got negative ones")
         return (features + noise * (strength * covariance[target]).sqrt()).to(features.dtype)
     for index in target.unique().tolist():

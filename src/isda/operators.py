@@ -52,7 +52,12 @@ def operator(
         def forward(ctx: Any, *inputs: Any) -> Any:  # setup_context would cost more than a kernel
             output = function(*inputs)
             save(ctx, inputs, output)
-            ctx.sources = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+            saved = {id(x) for x in ctx.to_save}
+            ctx.sources = [
+                x
+                for x in inputs
+                if isinstance(x, torch.Tensor) and x.requires_grad and id(x) not in saved
+            ]
             return output
 
         @once
@@ -77,8 +82,8 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     ``torch.autograd.grad`` would pass by what it cannot differentiate, and be wrong.
 
     Args:
-        backward: gradients from a context, whose ``sources`` are the tensors that have them, and
-            from upstream gradients.
+        backward: gradients from a context and from upstream gradients; the context's ``sources``
+            are the tensors that have gradients and that it has not saved.
     """
 
     @functools.wraps(backward)
@@ -87,7 +92,8 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # there will be no second derivatives
             return results
-        sources = [x for x in (*grads, *ctx.sources) if x is not None and x.requires_grad]
+        candidates = (*grads, *ctx.sources, *ctx.saved_tensors)
+        sources = [x for x in candidates if x is not None and x.requires_grad]
         return tuple(x if x is None else _Once.apply(x, *sources) for x in results)
 
     return call

@@ -62,7 +62,8 @@ def parse(
         config=(tyro.conf.OmitArgPrefixes,),
     )
     require_seeds("seeds", given.seeds)
-    if given.recipe.method == "isda" != start.method and not given.recipe.lambda_0:
+    made = given.recipe.method == "isda" != start.method
+    if made and not given.recipe.lambda_0 and command != "search":
         raise InputError(f"lambda_0 must be > 0 to make isda of {start.method}: give --lambda-0")
     return given, start, name
 

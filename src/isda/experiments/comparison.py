@@ -179,7 +179,7 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
     return Side(name, first.recipe, by_seed, results, len(own) - len(finished))
 
 
-def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], list[str]]:
+def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], dict[str, str]]:
     """The finished runs of every name, and for each name whose runs do not go together, why.
 
     Runs that were evaluated on held-out images do not count, nor those that have the name of a
@@ -193,12 +193,12 @@ def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], list[str]]:
             and same_training(run.recipe, RECIPES.get(run.name, run.recipe))
         ):
             by_name.setdefault(run.name, []).append(run)
-    sides, left_out = {}, []
+    sides, left_out = {}, {}
     for name, own in sorted(by_name.items()):
         try:
             sides[name] = create_side(own, name)
         except InputError as error:
-            left_out.append(str(error))
+            left_out[name] = str(error)
     return sides, left_out
 
 

@@ -148,8 +148,11 @@ def load_folder(
     if not path.is_dir():
         raise InputError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
     parts = {part.lower(): path / part for part in _class_names(path)}  # Train is train
-    trains = [parts[part] for part in _TRAIN if part in parts and _class_names(parts[part])]
     tests = [parts[part] for part in _TEST if part in parts]
+    enough = 1 if tests else 2  # or else it is a class, with folders in it
+    trains = [
+        parts[part] for part in _TRAIN if part in parts and len(_class_names(parts[part])) >= enough
+    ]
     train, test = (trains[0], next(iter(tests), None)) if trains else (path, None)
     misplaced = train == path and parts and {*parts} <= {*_TRAIN, *_TEST}
     if misplaced or (name == "imagenet" and test is None):
@@ -302,6 +305,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
             raise ValueError("its integers have more than 16 bits")
+        if 0 < values.max() < 256:
+            raise ValueError("its 16 bits hold numbers of 8")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode == "F":
         raise ValueError("its numbers are floating-point, of any range")

@@ -142,7 +142,7 @@ def recipes_table(results: Path | str | None = None) -> str:
         paper = str(PUBLISHED[name]) if name in PUBLISHED else "–"
         rows.append([name, paper, ours, f"{recipe.lambda_0:g}", str(recipe.epochs)])
     table = text_table(["recipe", "paper %", "ours % (runs)", "λ₀", "epochs"], rows)
-    return "\n\n".join([table, *map(left_out_line, left_out)])
+    return "\n\n".join([table, *map(left_out_line, left_out.values())])
 
 
 def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
@@ -154,7 +154,7 @@ def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
     """
     sides, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
     if left_out:
-        raise InputError("; ".join(left_out))
+        raise InputError("; ".join(left_out.values()))
     results = [one for one in pair_up(sides.values()) if one.method.recipe.method == "isda"]
     if not results:
         raise InputError(f"no records of an ISDA recipe {prefix}… and of its baseline")
@@ -257,8 +257,8 @@ class _Found:
 
     unfinished: int
 
-    left_out: list[str]
-    """Why runs of some names are left out."""
+    left_out: dict[str, str]
+    """Names whose runs are left out, and why."""
 
     @property
     def sentences(self) -> dict[str, str]:
@@ -290,7 +290,7 @@ class _Found:
             words.append(f"Left out because unfinished: {self.unfinished}.")
         if self.outside:
             words.append(f"Finished runs that belong to no cell and no comparison: {self.outside}.")
-        return [*words, *map(left_out_line, self.left_out)]
+        return [*words, *map(left_out_line, self.left_out.values())]
 
 
 def _found(runs: Iterable[Run]) -> _Found:
@@ -309,7 +309,8 @@ def _found(runs: Iterable[Run]) -> _Found:
     used = {run.folder for side in sides.values() if side.name in in_tables
             for run in side.runs.values()}  # fmt: skip
     used |= {run.folder for one in others for side in one.sides for run in side.runs.values()}
-    outside, unfinished = len(finished) - len(used), len(runs) - len(finished)
+    outside = sum(run.folder not in used and run.name not in left_out for run in finished)
+    unfinished = len(runs) - len(finished)
     return _Found(sides, table_of, results, others, outside, unfinished, left_out)
 
 

@@ -76,6 +76,7 @@ class Run:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} is not the record of a run: {error!r}") from error
         self._trusted = True  # whether checkpoint.pt may replace checkpoint.previous.pt
+        self._metrics: tuple[tuple[int, ...], list[dict[str, Any]]] = ((), [])  # as last read
 
     @classmethod
     def create(
@@ -111,7 +112,7 @@ class Run:
                 f"{field} {old!r} → {new!r}" for field, (old, new) in changed.items()
             )
             raise InputError(f"{folder} was begun with another recipe ({fields})")
-        if here != run.environments[-1]:
+        if here != run.environments[-1] and not summary(run).finished:
             before = run.environments[-1]
             fields = ", ".join(f"{key} {before.get(key)} → {here[key]}" for key in here
                                if before.get(key) != here[key])  # fmt: skip
@@ -161,7 +162,13 @@ class Run:
         """Metrics of all epochs so far. A last line that was cut off is left out."""
         path = self.folder / "metrics.jsonl"
         try:
-            lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+            if not path.exists():
+                return []
+            stat = path.stat()
+            version = stat.st_ino, stat.st_mtime_ns, stat.st_size
+            if version == self._metrics[0]:
+                return self._metrics[1]
+            lines = path.read_bytes().split(b"\n")
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror or error}") from error
         records = [_parse(line) for line in lines[:-1]]  # after the last newline: torn
@@ -175,6 +182,7 @@ class Run:
                     f"{path} is damaged: line {epoch + 1} is not the record of epoch {epoch} of "
                     f"{self.recipe.epochs}"
                 )
+        self._metrics = version, records
         return records
 
     def rewind(self, epoch: int) -> None:

@@ -257,7 +257,7 @@ def main(arguments: list[str]) -> None:
         folder = given.results or usual_folder()
         runs = [] if folder is None else load_runs(folder)
         sides, left_out = create_sides(runs)
-        print("\n\n".join([section(table, sides), *map(left_out_line, left_out)]))
+        print("\n\n".join([section(table, sides), *map(left_out_line, left_out.values())]))
         return
     if given.results is not None:
         raise InputError("results must not be given with --cell; --out is where its runs go")
