@@ -6,8 +6,8 @@ reads one half of a symmetric covariance. Every piece is timed with the kernels 
 :mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in a CUDA graph
 of several batches; the whole loss also eagerly, with ``--peer`` beside your local copies of the
 authors' files, and graphed (``ISDALoss(cuda_graph=True)``). Cross entropy, torch's own, is the
-yardstick of the loss: both are given logits; the authors' code computes its own. On a CPU, where
-there are no kernels, the calls are timed plainly.
+yardstick of the loss: both are given logits in bfloat16; the authors' code computes its own. On a
+CPU, where there are no kernels, the calls are timed plainly.
 
     python benchmarks/kernels.py --out kernels.csv --plot kernels.png
     python benchmarks/kernels.py --table kernels.csv
@@ -360,7 +360,9 @@ def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Cal
         ours = isda.ISDALoss(
             row.A, row.C, total_steps=2, covariance=estimator, cuda_graph=row.piece == GRAPHED
         )
-        return [partial(_loss, ours, x, head.weight, y, _leaf(head(x))) for x, y in batches]
+        return [
+            partial(_loss, ours, x, head.weight, y, _leaf(head(x).bfloat16())) for x, y in batches
+        ]
     weight, gradient = head.weight.detach(), torch.randn(row.N, row.C)
     if row.piece == "update":
         return [partial(estimator.update, x, y) for x, y in batches]
