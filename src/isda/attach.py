@@ -164,7 +164,7 @@ class AttachedLoss(nn.Module):
 
         On a GPU, and compiled, the first sample alone is looked at, and the error comes later.
         """
-        at_once = features.device.type == "cpu" and not torch.compiler.is_compiling()
+        at_once = functional.at_hand(features)
         end, step = (None, len(features) // 1024 + 1) if at_once else (1, 1)
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
             inputs = functional.flatten(features[:end:step])[:end].float()

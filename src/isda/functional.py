@@ -382,8 +382,7 @@ def sample(
         device=features.device,
     )
     if covariance.dim() == 2:
-        known = covariance.device.type == "cpu" and not torch.compiler.is_compiling()
-        if known and (covariance < 0).any():
+        if at_hand(covariance) and (covariance < 0).any():
             raise ValueError("covariance must hold variances, got negative ones")
         return (features + noise * (strength * covariance[target]).sqrt()).to(features.dtype)
     for index in target.unique().tolist():
@@ -441,6 +440,11 @@ def monte_carlo_loss(
 def flatten(dense: Tensor) -> Tensor:
     """Channels last and all positions in one dimension: (N, A, ...) to (N', A)."""
     return dense if dense.dim() == 2 else dense.movedim(1, -1).flatten(0, -2)
+
+
+def at_hand(tensor: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at without waiting: on a CPU, not compiled."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def require_reduction(reduction: str) -> None:

@@ -340,10 +340,8 @@ class ISDALoss(nn.Module):
             raise ValueError(f"progress must be one number, got shape {tuple(progress.shape)}")
         if not isinstance(progress, Real | Tensor | None):
             raise ValueError(f"progress must be a number or a tensor, got {progress!r}")
-        known = isinstance(progress, Real) or (
-            isinstance(progress, Tensor)
-            and progress.device.type == "cpu"
-            and not torch.compiler.is_compiling()
+        known = (
+            functional.at_hand(progress) if isinstance(progress, Tensor) else progress is not None
         )
         if known and not 0 <= progress <= 1:  # type: ignore[operator]
             raise ValueError(f"progress must be in [0, 1], got {progress}")

@@ -67,8 +67,8 @@ class TimmNetwork(Network):
             expected = self.model(images)
         with _called(self.model) as here:
             self(images)
-        # an untrained batch normalisation in front of the head changes nothing, yet is left out
         same = torch.allclose(expected, logits, rtol=1e-3, atol=1e-3)
+        # a fresh batch normalisation in front of the head changes nothing, but is one layer more
         if not same or by_timm != here:
             raise InputError(
                 f"timm:{self.name} must give what its linear head makes of its features, as ISDA "
