@@ -5,9 +5,9 @@ is measured first; statistics that fit into the GPU's cache can be faster, and s
 reads one half of a symmetric covariance. Every piece is timed with the kernels of
 :mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in a CUDA graph
 of several batches; the whole loss also eagerly, with ``--peer`` beside your local copies of the
-authors' files, and graphed by ``torch.cuda.make_graphed_callables``. Cross entropy, torch's own, is
-the yardstick of the loss: both are given logits; the authors' code and the graphed loss compute
-their own. On a CPU, where there are no kernels, the calls are timed plainly.
+authors' files, and graphed (``ISDALoss(cuda_graph=True)``). Cross entropy, torch's own, is the
+yardstick of the loss: both are given logits in bfloat16; the authors' code computes its own. On a
+CPU, where there are no kernels, the calls are timed plainly.
 
     python benchmarks/kernels.py --out kernels.csv --plot kernels.png
     python benchmarks/kernels.py --table kernels.csv
@@ -356,16 +356,13 @@ def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Cal
     )
     for x, y in batches:
         estimator.update(x, y)
-    if row.piece == GRAPHED:
-        ours = isda.ISDALoss(row.A, row.C, lambda_0=0.5, total_steps=2, covariance=estimator)
-        leaves = [(_leaf(x), y) for x, y in batches]
-        if head.weight.is_cuda:
-            features, target = leaves[0]
-            torch.cuda.make_graphed_callables(ours, (features, head.weight, target))
-        return [partial(_graphed, ours, x, head.weight, y) for x, y in leaves]
     if row.piece.startswith("loss"):
-        ours = isda.ISDALoss(row.A, row.C, lambda_0=0.5, covariance=estimator)
-        return [partial(_loss, ours, x, head.weight, y, _leaf(head(x))) for x, y in batches]
+        ours = isda.ISDALoss(
+            row.A, row.C, total_steps=2, covariance=estimator, cuda_graph=row.piece == GRAPHED
+        )
+        return [
+            partial(_loss, ours, x, head.weight, y, _leaf(head(x).bfloat16())) for x, y in batches
+        ]
     weight, gradient = head.weight.detach(), torch.randn(row.N, row.C)
     if row.piece == "update":
         return [partial(estimator.update, x, y) for x, y in batches]
@@ -389,12 +386,8 @@ def _cross_entropy(logits: Tensor, target: Tensor) -> None:
 def _loss(
     criterion: isda.ISDALoss, features: Tensor, weight: Tensor, target: Tensor, logits: Tensor
 ) -> None:
-    value = criterion(features, weight, target, logits=logits, progress=0.5)
+    value = criterion(features, weight, target, logits=logits)
     torch.autograd.grad(value, (logits, weight))
-
-
-def _graphed(criterion: isda.ISDALoss, features: Tensor, weight: Tensor, target: Tensor) -> None:
-    torch.autograd.grad(criterion(features, weight, target), (features, weight))
 
 
 def _peer(

@@ -662,28 +662,6 @@ def test_no_step_waits_for_the_host(structure, soft):
         criterion.check()
 
 
-@pytest.mark.gpu
-@structures
-def test_graphed_by_torch(structure):
-    """``torch.cuda.make_graphed_callables``: two launches in place of a dozen in eager mode."""
-    device = torch.device("cuda")
-    plain, graphed = make(device, covariance=structure), make(device, covariance=structure)
-    state = copy.deepcopy(graphed.state_dict())
-    leaves = [tensor.clone().requires_grad_() for tensor in batch(device, seed=9)[:2]]
-    torch.cuda.make_graphed_callables(graphed, (*leaves, batch(device, seed=9).target))
-    assert graphed.step == 3  # as the page says
-    graphed.load_state_dict(state)
-    for seed in range(3):
-        x = batch(device, seed=seed)
-        leaves = [tensor.clone().requires_grad_() for tensor in (x.features, x.weight)]
-        losses = [criterion(*leaves, x.target) for criterion in (plain, graphed)]
-        close(losses[1], losses[0])
-        gradients = [torch.autograd.grad(loss, leaves) for loss in losses]
-        for found, expected in zip(*gradients, strict=True):
-            close(found, expected)
-        assert_same(graphed, plain)
-
-
 @pytest.mark.parametrize("method", ["update", "quadratic"])
 def test_subclass_of_an_estimator_with_a_method_of_its_own(method: str) -> None:
     """The two methods are what an estimator is: doing both at once must not pass them by."""

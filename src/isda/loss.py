@@ -1,6 +1,6 @@
 """ISDALoss = estimator of covariances, ramp of λ, cross entropy on shifted logits (Algorithm 1)."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from numbers import Real
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from isda.bound import bound, is_number
 from isda.covariance import COVARIANCES, Covariance
 from isda.distributed import SKIP
 from isda.functional import Reduction
+from isda.graphs import Graphs
 from isda.sharded import ShardedCovariance
 
 __all__ = ["ISDALoss"]
@@ -54,6 +55,10 @@ class ISDALoss(nn.Module):
         reduction: "mean", "sum" or "none".
         synchronize: gather the features of all ranks; False if each rank trains a model of its own.
         process_group: the ranks that train one model; None for all.
+        cuda_graph: in an eager loop on CUDA, launch the loss as two CUDA graphs, one each way, in
+            place of a dozen kernels, which take the host longer to launch than the GPU to run.
+            Inputs whose shapes come again are captured, of up to eight kinds; ``backward()`` must
+            come before the next call. With several ranks nothing is captured.
 
     Shape:
         features (N, A) or (N, A, ...), weight (C, A), target (N,) or (N, ...) class indices, or (N,
@@ -85,6 +90,7 @@ class ISDALoss(nn.Module):
         reduction: Reduction = "mean",
         synchronize: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__()
         if not 0 <= lambda_0 < float("inf"):
@@ -133,6 +139,8 @@ class ISDALoss(nn.Module):
         self.reduction: Reduction = reduction
         self.synchronize = synchronize
         self.process_group = process_group
+        self.cuda_graph = cuda_graph
+        self._graphs = Graphs()
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.register_buffer("problem", torch.zeros((), dtype=torch.int64), persistent=False)
 
@@ -165,7 +173,14 @@ class ISDALoss(nn.Module):
                 return functional.cross_entropy(
                     logits, target, ignore_index=self.ignore_index, reduction=self.reduction
                 )
-            return self._bound(features, weight, target, logits, progress)
+            inputs = (features.detach(), weight, target, logits)
+            if self.cuda_graph and self._is_capturable(*inputs, progress):
+                if progress is not None and not isinstance(progress, Tensor):
+                    progress = torch.full((), float(progress), device=features.device)
+                return self._graphs(
+                    self._bound, self.problem, self._fixed_in_graphs(), *inputs, progress
+                )
+            return self._bound(*inputs, progress)
 
     def check(self) -> None:
         """Raise the error of a bad batch that a GPU saw since the last look (waits for it)."""
@@ -196,7 +211,7 @@ class ISDALoss(nn.Module):
         """Algorithm 1: merge the batch of all ranks into the statistics; the loss of Eq. 4."""
         if self.ramp == "linear" and progress is None and self.total_steps is None:
             raise ValueError("total_steps must be given to the criterion, or progress to each call")
-        batch, index, own = self._collect(functional.flatten(features.detach()), target)
+        batch, index, own = self._collect(functional.flatten(features), target)
         strength: float | Tensor
         index, scale, strength = tally(
             self.step,
@@ -244,6 +259,23 @@ class ISDALoss(nn.Module):
             reduction="none" if self.reduction == "none" else "sum",
         )
         return torch.where(scale == 0, torch.nan, loss * scale.to(loss.dtype))
+
+    def _is_capturable(self, *inputs: float | Tensor | None) -> bool:
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        return (
+            not torch.compiler.is_compiling()
+            and torch.is_grad_enabled()
+            and any(x.requires_grad for x in tensors)
+            and all(x.is_cuda for x in tensors)
+            and kernels.usable(tensors[0])  # the plain forms ask the host
+            and self._world() == 1
+            and not torch.cuda.is_current_stream_capturing()
+        )
+
+    def _fixed_in_graphs(self) -> Hashable:
+        """What a graph of the loss holds beside its inputs: options, and where the state lies."""
+        options = (self.lambda_0, self.total_steps, self.ramp, self.reduction, self.ignore_index)
+        return *options, *(buffer.data_ptr() for buffer in self.buffers())
 
     def _collect(self, features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, slice | None]:
         """Features and class indices of all ranks, and where those of this rank are among them.

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.sizes import power_of_2
+from isda.kernels.launch import early, enter, power_of_2
 
 __all__ = ["screen", "tally"]
 
@@ -20,7 +20,15 @@ def screen(
         width = features.shape[1]
         block = min(power_of_2(width), 1024)
         _screen[(len(target),)](
-            features, target, index, num_classes, width, ignore_index, largest, block=block
+            features,
+            target,
+            index,
+            num_classes,
+            width,
+            ignore_index,
+            largest,
+            block=block,
+            **early(index.device),
         )
     return index
 
@@ -52,14 +60,24 @@ def tally(
         float(world),
         mean=mean,
         block=block,
+        **early(index.device),
     )
     return sound, scale, strength
 
 
 @triton.jit
 def _screen(  # type: ignore[no-untyped-def]
-    features, target, index, num_classes, num_features, ignore_index, largest, block: tl.constexpr
+    features,
+    target,
+    index,
+    num_classes,
+    num_features,
+    ignore_index,
+    largest,
+    block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     sample = tl.program_id(0).to(tl.int64)
     bad = tl.zeros((block,), dtype=tl.int32)
     for first in range(0, num_features, block):
@@ -89,7 +107,9 @@ def _tally(  # type: ignore[no-untyped-def]
     world,
     mean: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     counted = tl.zeros((block,), dtype=tl.int32)
     least = tl.zeros((block,), dtype=tl.int64)
     for first in range(0, num_samples, block):

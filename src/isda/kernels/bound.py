@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.sizes import power_of_2
+from isda.kernels.launch import early, enter, power_of_2
 
 __all__ = ["bound", "bound_backward"]
 
@@ -39,6 +39,7 @@ def bound(
             shifted=quadratic is not None,
             scaled=scale is not None,
             block=min(power_of_2(num_classes), _CLASSES),
+            **early(logits.device),
         )
     if not reduce:
         ones = torch.ones((), dtype=torch.float64, device=logits.device)
@@ -55,6 +56,7 @@ def bound(
         ignore_index,
         scaled=scale is not None,
         block=min(power_of_2(max(number, 1)), 1024),
+        **early(logits.device),
     )
     return loss, total, factor
 
@@ -90,6 +92,7 @@ def bound_backward(
             shifted=quadratic is not None,
             by_row=grad.dim(),
             block=min(power_of_2(num_classes), _CLASSES),
+            **early(logits.device),
         )
     return logits_grad, quadratic_grad
 
@@ -108,7 +111,9 @@ def _bound(  # type: ignore[no-untyped-def]
     shifted: tl.constexpr,
     scaled: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     sample = tl.program_id(0).to(tl.int64)
     label = tl.load(index + sample)
     if shifted:
@@ -148,7 +153,9 @@ def _reduce(  # type: ignore[no-untyped-def]
     ignore_index,
     scaled: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     total = tl.zeros((block,), dtype=tl.float32)
     counted = tl.zeros((block,), dtype=tl.int32)
     for first in range(0, number, block):
@@ -181,7 +188,9 @@ def _bound_backward(  # type: ignore[no-untyped-def]
     shifted: tl.constexpr,
     by_row: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     sample = tl.program_id(0).to(tl.int64)
     label = tl.load(index + sample)
     factor = tl.load(scale).to(tl.float32)

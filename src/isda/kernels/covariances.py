@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.sizes import blocks
+from isda.kernels.launch import blocks, early, enter
 from isda.kernels.statistics import Classes, class_statistics
 
 __all__ = [
@@ -91,6 +91,7 @@ def launch_update(
         others=others,
         parts=0 if copies is None else copies.shape[1] // num_features,
         block=_TILE,
+        **early(covariance.device),
     )
 
 
@@ -149,8 +150,10 @@ def _update(  # type: ignore[no-untyped-def]
     others: tl.constexpr,
     parts: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Read a tile on or below the diagonal; write it and its mirror above."""
+    enter(early)
     place = tl.program_id(0) // tiles
     label = tl.load(classes + place)
     if label < 0:

@@ -27,7 +27,7 @@ from isda.kernels.covariances import (
     merge_rows,
     require_rows,
 )
-from isda.kernels.sizes import blocks, power_of_2
+from isda.kernels.launch import blocks, early, enter, power_of_2
 from isda.kernels.statistics import Classes, class_statistics
 
 __all__ = [
@@ -195,6 +195,7 @@ def _launch_squares(
         first_class,
         classes_block=8,
         features_block=min(power_of_2(num_features), 256),
+        **early(product.device),
     )
 
 
@@ -259,6 +260,7 @@ def _launch_fused(
         classes_block=classes_block,
         num_warps=8 if classes_block > 128 else 4,
         num_stages=max(stages, 1),
+        **early(covariance.device),
     )
 
 
@@ -288,6 +290,7 @@ def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
         padded,
         rows_block=min(max(power_of_2(num_classes), 16), 128),
         columns_block=32,
+        **early(weight.device),
     )
     return centred, high, low
 
@@ -304,7 +307,9 @@ def _split(  # type: ignore[no-untyped-def]
     padded_features,
     rows_block: tl.constexpr,
     columns_block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     column = tl.program_id(0) * columns_block + tl.arange(0, columns_block)
     total = tl.zeros((columns_block,), dtype=tl.float32)
     for first in range(0, num_classes, rows_block):
@@ -357,7 +362,9 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     rows_block: tl.constexpr,
     columns_block: tl.constexpr,
     classes_block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
@@ -433,7 +440,9 @@ def _squares(  # type: ignore[no-untyped-def]
     first_class,
     classes_block: tl.constexpr,
     features_block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     place = tl.program_id(0).to(tl.int64)
     label = tl.load(classes + place)
     other = tl.program_id(1) * classes_block + tl.arange(0, classes_block)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.sizes import blocks, power_of_2
+from isda.kernels.launch import blocks, early, enter, power_of_2
 
 __all__ = ["gather_rows", "weight_gradient"]
 
@@ -28,6 +28,7 @@ def gather_rows(partial: Tensor, slot: Tensor, index: Tensor, first_class: int =
             len(slot),
             first_class,
             block=power_of_2(num_classes),
+            **early(partial.device),
         )
     return rows
 
@@ -57,6 +58,7 @@ def weight_gradient(
         first_class,
         samples_block=min(max(8192 // block, 1), power_of_2(len(index))),
         block=block,
+        **early(grad.device),
     )
     result = grad.new_empty(num_classes, num_features)
     if len(own):
@@ -80,6 +82,7 @@ def weight_gradient(
             max(power_of_2(num_classes), 16),
         ),
         features_block=features_block,
+        **early(grad.device),
     )
     return result
 
@@ -106,6 +109,7 @@ def _launch_both_sums(
         classes_block=classes_block,
         features_block=features_block,
         num_warps=1,
+        **early(product.device),
     )
     _own_rows[(slots, blocks(num_features, 512))](
         others,
@@ -120,6 +124,7 @@ def _launch_both_sums(
         classes_block=power_of_2(num_classes),
         parts_block=16,
         features_block=512,
+        **early(product.device),
     )
 
 
@@ -134,7 +139,9 @@ def _gather_rows(  # type: ignore[no-untyped-def]
     num_slots,
     first_class,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     sample = tl.program_id(0).to(tl.int64)
     label = tl.load(index + sample) - first_class
     here = (label >= 0) & (label < num_slots)
@@ -162,8 +169,10 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     first_class,
     samples_block: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Twice the sums over the samples of a class, and at the class itself 0."""
+    enter(early)
     label = tl.load(classes + tl.program_id(0))
     wanted = tl.where(label < 0, -(2**30), label + first_class)  # which no sample has
     column = tl.arange(0, block)
@@ -197,7 +206,9 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     first_class,
     rows_block: tl.constexpr,
     features_block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     other = tl.program_id(0)
     column = tl.program_id(1) * features_block + tl.arange(0, features_block)
     inside = column < num_features
@@ -247,8 +258,10 @@ def _both_sums(  # type: ignore[no-untyped-def]
     slots_block: tl.constexpr,
     classes_block: tl.constexpr,
     features_block: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Sums over the slots for some rows j of the gradient, and over these j for all slots."""
+    enter(early)
     row = tl.program_id(0) * classes_block + tl.arange(0, classes_block)
     column = tl.program_id(1) * features_block + tl.arange(0, features_block)
     row_inside = row < num_classes
@@ -294,8 +307,10 @@ def _own_rows(  # type: ignore[no-untyped-def]
     classes_block: tl.constexpr,
     parts_block: tl.constexpr,
     features_block: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Take from row c of the gradient what all j of its slot have got."""
+    enter(early)
     place = tl.program_id(0).to(tl.int64)
     label = tl.load(classes + place)
     if label < 0:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.sizes import blocks, power_of_2
+from isda.kernels.launch import blocks, early, enter, power_of_2
 
 __all__ = ["Classes", "class_statistics", "update_variances"]
 
@@ -118,6 +118,7 @@ def class_statistics(
         scan_block=min(power_of_2(samples), 1024),
         samples_block=min(_TILE // features_block, max(power_of_2(samples), 16)),
         features_block=features_block,
+        **early(index.device),
     )
     if count is not None and variance is not None:
         count += result.batch_count
@@ -173,7 +174,9 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     scan_block: tl.constexpr,
     samples_block: tl.constexpr,
     features_block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    enter(early)
     label = tl.program_id(0)
     number = 0  # samples of this class
     before = 0  # of the classes before

@@ -1,0 +1,148 @@
+"""The loss as two CUDA graphs, one each way, in place of a dozen kernels that a host launches.
+
+Nothing that a graph holds leaves it: the loss and its gradients are copies, so that they can be
+kept and accumulated (those of ``torch.cuda.make_graphed_callables`` are overwritten by the next
+call, pytorch/pytorch#181723).
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Graphs"]
+
+_KINDS = 8  # of inputs that have graphs of their own; further ones are not captured
+
+Bound = Callable[..., Tensor]
+
+
+class Graphs:
+    """Graphs of a loss for each kind of inputs that comes again: their shapes, dtypes, gradients.
+
+    The first call of a kind runs as it is, the second one captures it. A copy or a pickle starts
+    empty.
+    """
+
+    def __init__(self) -> None:
+        self._state: Hashable = None
+        self._kinds: dict[Hashable, _Captured | None] = {}
+
+    def __reduce__(self) -> tuple[type["Graphs"], tuple[()]]:
+        return Graphs, ()
+
+    def __call__(
+        self, bound: Bound, problem: Tensor, state: Hashable, *inputs: Tensor | None
+    ) -> Tensor:
+        """What ``bound(*inputs)`` returns.
+
+        Args:
+            bound: a loss that leaves a batch of NaN features out of its state and notes it in
+                ``problem``.
+            problem: see ``isda.batch.tally``.
+            state: all else that the graphs depend on; if it changes, they are dropped.
+            inputs: of the loss, the features first.
+        """
+        if state != self._state:
+            self._state, self._kinds = state, {}
+        kind = tuple(x if x is None else (x.shape, x.dtype, x.requires_grad) for x in inputs)
+        if kind not in self._kinds:
+            if len(self._kinds) < _KINDS:
+                self._kinds[kind] = None
+            return bound(*inputs)
+        captured = self._kinds[kind]
+        if captured is None:
+            captured = self._kinds[kind] = _Captured(bound, problem, inputs)
+        loss: Tensor = _Replay.apply(captured, *inputs)
+        return loss
+
+
+class _Captured:
+    """Both graphs of a loss for one kind of inputs, and the tensors that they read and write."""
+
+    def __init__(self, bound: Bound, problem: Tensor, inputs: tuple[Tensor | None, ...]) -> None:
+        self.calls = 0
+        self._inputs = tuple(x if x is None else _room(x) for x in inputs)
+        leaves = [x for x in self._inputs if x is not None and x.requires_grad]
+
+        def forward() -> None:
+            self._loss = bound(*self._inputs)
+
+        def backward() -> None:
+            # all is kept, so that the graph can be replayed twice for one replay of the other
+            self._grads = torch.autograd.grad(
+                self._loss, leaves, self._grad, retain_graph=True, allow_unused=True
+            )
+
+        features, *_ = self._inputs
+        assert features is not None
+        before = problem.clone()
+        with torch.enable_grad():
+            features.fill_(torch.nan)  # compiles and loads all kernels, and no statistics take it
+            forward()
+            self._grad = torch.ones_like(self._loss)
+            backward()
+            problem.copy_(before)
+            self._replay_forward, self._replay_backward = _capture(
+                (forward, backward), problem.device
+            )
+
+    def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+        for room, given in zip(self._inputs, inputs, strict=True):
+            if room is not None and given is not None:
+                room.copy_(given)
+        self._replay_forward()
+        self.calls += 1
+        return self._loss.detach().clone()
+
+    def backward(self, call: int, grad: Tensor) -> list[Tensor | None]:
+        if call != self.calls:
+            raise RuntimeError(
+                "backward() must come before the next call of a criterion with cuda_graph=True: "
+                "its graph holds one batch at a time"
+            )
+        self._grad.copy_(grad)
+        self._replay_backward()
+        grads = iter(self._grads)
+        return [
+            None if x is None or not x.requires_grad else _copy(next(grads)) for x in self._inputs
+        ]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, captured: _Captured, *inputs: Tensor | None) -> Tensor:
+        loss = captured.forward(inputs)
+        ctx.captured, ctx.call = captured, captured.calls
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.captured.backward(ctx.call, *grads)
+
+
+def _room(tensor: Tensor) -> Tensor:
+    room = torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+    return room.requires_grad_(tensor.requires_grad)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _capture(
+    functions: tuple[Callable[[], None], ...], device: torch.device
+) -> list[Callable[[], None]]:
+    """Capture what functions launch; functions that launch it again."""
+    stream = torch.cuda.Stream(device)
+    replays = []
+    with torch.cuda.device(device):
+        for function in functions:
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads, such as a DataLoader's, may do as they like meanwhile
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                function()
+            replays.append(graph.replay)
+    return replays
