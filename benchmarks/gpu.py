@@ -12,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from isda.experiments.bench import isda_recipe, usual_batch_size
 from isda.experiments.networks import NETWORKS, create_network
 
 STEPS = ("compile", "cost", "kernels", "train")
+DATA = {"cifar100": 32, "imagenet": 8}  # and the steps that are timed at once
 FOLDER = Path(__file__).parent
 HIGH = ("128,100,64,full", "128,100,512,full", "128,100,640,full")  # shapes also measured so
 
@@ -32,13 +34,20 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the CSV files")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="default: all")
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        choices=DATA,
+        default=[*DATA],
+        help="whose networks compile and cost take",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiled at a time")
     parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
     given = parser.parse_args(arguments)
     if given.jobs < 1:
         parser.error(f"--jobs must be >= 1, got {given.jobs}")
     for step in given.steps:
-        commands = commands_of(step, given.out)
+        commands = commands_of(step, given.out, given.data)
         if given.dry_run:
             print("\n".join(map(shlex.join, commands)))
             continue
@@ -49,19 +58,25 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit("failed: " + "; ".join(map(shlex.join, failed)))
 
 
-def commands_of(step: str, out: Path) -> list[list[str]]:
+def commands_of(step: str, out: Path, data: Iterable[str] = DATA) -> list[list[str]]:
     """The commands of a step."""
-    cifar = [name for name in networks() if isda_recipe(name).data != "imagenet"]
-    imagenet = [name for name in networks() if name not in cifar]
     train = [sys.executable, str(FOLDER / "train.py")]
-    cost = [sys.executable, "-m", "isda.experiments.cli", "cost", "--resume", "--networks"]
     kernels = [sys.executable, str(FOLDER / "kernels.py"), "--out", str(out / "kernels.csv")]
     if step == "compile":
-        return [[*train, *compile_flags(name)] for name in sorted(networks(), key=depth)[::-1]]
+        names = [name for kind in data for name in networks(kind)]
+        return [[*train, *compile_flags(name)] for name in sorted(names, key=depth)[::-1]]
     if step == "cost":
+        cost = [sys.executable, "-m", "isda.experiments.cli", "cost", "--resume", "--networks"]
         return [
-            [*cost, *cifar, "--steps", "32", "--out", str(out / "cost_cifar.csv")],
-            [*cost, *imagenet, "--steps", "8", "--out", str(out / "cost_imagenet.csv")],
+            [
+                *cost,
+                *networks(kind),
+                "--steps",
+                str(DATA[kind]),
+                "--out",
+                str(out / f"cost_{kind}.csv"),
+            ]
+            for kind in data
         ]
     if step == "kernels":
         pieces = ("--pieces", "update and quadratic", "loss")
@@ -77,9 +92,9 @@ def commands_of(step: str, out: Path) -> list[list[str]]:
     ]
 
 
-def networks() -> list[str]:
-    """The networks of the paper."""
-    return [name for name in NETWORKS if isda_recipe(name).data != "digits"]
+def networks(data: str) -> list[str]:
+    """The networks that the paper trains on some data."""
+    return [name for name in NETWORKS if isda_recipe(name).data == data]
 
 
 def depth(name: str) -> int:

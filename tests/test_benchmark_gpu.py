@@ -43,9 +43,17 @@ def test_all_networks_are_measured(gpu: ModuleType) -> None:
     found = gpu.commands_of("cost", OUT)
     assert {word for command in found for word in command} >= PAPER
     assert [value(command, "--out") for command in found] == [
-        "records/cost_cifar.csv", "records/cost_imagenet.csv"
+        "records/cost_cifar100.csv", "records/cost_imagenet.csv"
     ]  # fmt: skip
     assert all("--resume" in command for command in found)
+
+
+def test_networks_of_some_data(gpu: ModuleType) -> None:
+    assert gpu.commands_of("cost", OUT, ["imagenet"]) == gpu.commands_of("cost", OUT)[1:]
+    names = [
+        value(command, "--networks") for command in gpu.commands_of("compile", OUT, ["cifar100"])
+    ]
+    assert (len(names), names[0]) == (10, "densenet_bc190_40")
 
 
 @pytest.mark.parametrize("step", ["kernels", "train"])

@@ -20,9 +20,12 @@ STRUCTURES = ["full", "diagonal", "shared", "identity"]
 def _capturable(device, monkeypatch):
     """On a CPU: a capture that keeps the functions, and a host that does not look at the batch."""
     if device.type == "cpu":
-        monkeypatch.setattr(
-            graphs, "_capture", lambda functions, device: map(torch.enable_grad(), functions)
-        )
+
+        def capture(warm_up, functions, device):
+            warm_up()
+            return map(torch.enable_grad(), functions)
+
+        monkeypatch.setattr(graphs, "_capture", capture)
         monkeypatch.setattr(loss_module, "problem_in", lambda index: 0)
         monkeypatch.setattr(
             ISDALoss, "_is_capturable", lambda criterion, *inputs: torch.is_grad_enabled()

@@ -418,7 +418,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             name, value = parameter.name, values[parameter.name]
             if parameter.is_constexpr or (isinstance(value, int) and value == 1):  # as at a launch
                 signature[name] = "constexpr"
-                constants[place,] = False if name == "interpreted" else value
+                constants[place,] = {"interpreted": False, "early": True}.get(name, value)
                 continue
             kind = types[value.dtype] if isinstance(value, Tensor) else type(value).__name__
             signature[name] = {"int": "i32", "float": "fp32"}.get(kind, kind)

@@ -75,17 +75,21 @@ class _Captured:
                 self._loss, leaves, self._grad, retain_graph=True, allow_unused=True
             )
 
-        features, *_ = self._inputs
-        assert features is not None
-        before = problem.clone()
-        with torch.enable_grad():
-            features.fill_(torch.nan)  # compiles and loads all kernels, and no statistics take it
+        def warm_up() -> None:
+            """Compile and load all kernels, with features that no statistics take."""
+            features, *_ = self._inputs
+            assert features is not None
+            before = problem.clone()
+            features.fill_(torch.nan)
             forward()
             self._grad = torch.ones_like(self._loss)
             backward()
             problem.copy_(before)
+            del self._loss  # and with it the nodes of the leaves, which remember a stream
+
+        with torch.enable_grad():
             self._replay_forward, self._replay_backward = _capture(
-                (forward, backward), problem.device
+                warm_up, (forward, backward), problem.device
             )
 
     def forward(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
@@ -133,12 +137,16 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 
 def _capture(
-    functions: tuple[Callable[[], None], ...], device: torch.device
+    warm_up: Callable[[], None], functions: tuple[Callable[[], None], ...], device: torch.device
 ) -> list[Callable[[], None]]:
-    """Capture what functions launch; functions that launch it again."""
+    """Capture what functions launch, after a warm-up; functions that launch it again."""
     stream = torch.cuda.Stream(device)
     replays = []
     with torch.cuda.device(device):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            warm_up()
+        torch.cuda.current_stream().wait_stream(stream)
         for function in functions:
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads, such as a DataLoader's, may do as they like meanwhile

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import early, enter, power_of_2
+from isda.kernels.launch import early, enter, leave, power_of_2
 
 __all__ = ["screen", "tally"]
 
@@ -28,7 +28,6 @@ def screen(
             ignore_index,
             largest,
             block=block,
-            **early(index.device),
         )
     return index
 
@@ -75,9 +74,7 @@ def _screen(  # type: ignore[no-untyped-def]
     ignore_index,
     largest,
     block: tl.constexpr,
-    early: tl.constexpr,
 ):
-    enter(early)
     sample = tl.program_id(0).to(tl.int64)
     bad = tl.zeros((block,), dtype=tl.int32)
     for first in range(0, num_features, block):
@@ -128,6 +125,7 @@ def _tally(  # type: ignore[no-untyped-def]
     if mean:
         factor = world / tl.maximum(number, 1).to(tl.float32)
     done = tl.load(step)
+    leave(early)
     tl.store(strength, lambda_0 * tl.minimum(done.to(tl.float32) / total_steps, 1.0))
     tl.store(scale, tl.where(found > 0, 0.0, factor))
     tl.store(step, done + (found == 0).to(tl.int64))

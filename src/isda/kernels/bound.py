@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import early, enter, power_of_2
+from isda.kernels.launch import early, enter, leave, power_of_2
 
 __all__ = ["bound", "bound_backward"]
 
@@ -92,7 +92,6 @@ def bound_backward(
             shifted=quadratic is not None,
             by_row=grad.dim(),
             block=min(power_of_2(num_classes), _CLASSES),
-            **early(logits.device),
         )
     return logits_grad, quadratic_grad
 
@@ -134,6 +133,7 @@ def _bound(  # type: ignore[no-untyped-def]
         largest = new
         at_target += tl.sum(tl.where(column == label, value, 0.0))
     result = largest + tl.log(summed)
+    leave(early)
     tl.store(total + sample, result)
     loss = tl.where((label < 0) | (label >= num_classes), float("nan"), result - at_target)
     loss = tl.where(label == ignore_index, 0.0, loss)
@@ -168,6 +168,7 @@ def _reduce(  # type: ignore[no-untyped-def]
         value = tl.load(scale).to(tl.float32)
     else:
         value = 1.0 / tl.maximum(tl.sum(counted), 1).to(tl.float32)
+    leave(early)
     tl.store(factor, value)
     tl.store(loss, tl.sum(total) * value)
 
@@ -188,9 +189,7 @@ def _bound_backward(  # type: ignore[no-untyped-def]
     shifted: tl.constexpr,
     by_row: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ):
-    enter(early)
     sample = tl.program_id(0).to(tl.int64)
     label = tl.load(index + sample)
     factor = tl.load(scale).to(tl.float32)

@@ -1,8 +1,8 @@
 """What all launches share: sizes of grids and blocks, and kernels that begin early.
 
-On Hopper and later GPUs the programs of a kernel are placed while the kernel before it still runs,
-and wait for its end, all of it: a dozen kernels of a few µs each, one after the other, would else
-wait for one another's launch.
+A loss is a dozen kernels of a few µs, one after the other. On Hopper and later GPUs, one is placed
+while the one before ends, and waits for it there (programmatic dependent launch); the first kernel
+of each pass, which has another's before it, begins as usual.
 """
 
 import functools
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["blocks", "early", "enter", "power_of_2"]
+__all__ = ["blocks", "early", "enter", "leave", "power_of_2"]
 
 
 def blocks(number: int, size: int) -> int:
@@ -26,7 +26,7 @@ def power_of_2(number: int) -> int:
 
 @functools.cache
 def early(device: torch.device) -> dict[str, bool]:
-    """Options of a launch on a device; its kernel calls :func:`enter` before all else."""
+    """Options of a launch on a device, of a kernel that calls :func:`enter` before all else."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"early": True, "launch_pdl": True}
     return {"early": False}
@@ -34,7 +34,16 @@ def early(device: torch.device) -> dict[str, bool]:
 
 @triton.jit
 def enter(early: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel be placed, and wait for the one before."""
+    """Wait for the end of the kernel before, and of all before that."""
+    if early:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def leave(early: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the kernel after be placed.
+
+    Near the end: it would else fill the multiprocessors that have nothing to do, and these alone.
+    """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()

@@ -27,7 +27,7 @@ from isda.kernels.covariances import (
     merge_rows,
     require_rows,
 )
-from isda.kernels.launch import blocks, early, enter, power_of_2
+from isda.kernels.launch import blocks, early, enter, leave, power_of_2
 from isda.kernels.statistics import Classes, class_statistics
 
 __all__ = [
@@ -111,7 +111,7 @@ def _rows(num_features: int, precision: str) -> int:
 
     With few there are more programs, with many the weights are read less often.
     """
-    return 32 if num_features <= (512 if precision == "high" else 1024) else 64
+    return 64 if precision == "high" and num_features > 512 else 32
 
 
 def _multiply(
@@ -228,7 +228,8 @@ def _launch_fused(
     ahead = width % 16 == 0 and num_features > _COLUMNS
     columns_block = 32 if precise and ahead else _COLUMNS
     stage = columns_block * (4 * rows_block + (4 if precise else 2) * classes_block)  # bytes
-    stages = min(4 if precise else 3, _shared_memory(covariance.device) // stage) if ahead else 1
+    wanted = 4 if precise or num_features > 1024 else 3
+    stages = min(wanted, _shared_memory(covariance.device) // stage) if ahead else 1
     _update_and_multiply[(blocks(num_features, rows_block), len(found.classes))](
         covariance,
         found.share if count is None else count,
@@ -317,6 +318,7 @@ def _split(  # type: ignore[no-untyped-def]
         mask = (row < num_classes)[:, None] & (column < num_features)[None, :]
         place = row[:, None] * num_features + column[None, :]
         total += tl.sum(tl.load(weight + place, mask=mask, other=0.0), 0)
+    leave(early)
     mean = total / num_classes
     for first in range(0, padded_classes, rows_block):
         row = first + tl.arange(0, rows_block)
@@ -412,6 +414,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
             lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
             total = _dot(weight_upper, tl.trans(lower), total, interpreted)
             total = _dot(tl.load(low + place), tl.trans(upper), total, interpreted)
+    leave(early)
     place = tl.load(slot + label).to(tl.int64)
     if place >= 0:
         own_class = label + first_class

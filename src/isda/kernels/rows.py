@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import blocks, early, enter, power_of_2
+from isda.kernels.launch import blocks, early, enter, leave, power_of_2
 
 __all__ = ["gather_rows", "weight_gradient"]
 
@@ -64,10 +64,7 @@ def weight_gradient(
     if len(own):
         _launch_both_sums(others, product, own, classes, result, first_class)
         return torch.addmm(result, others.T, own, alpha=-1)  # W Σ_c less w_c Σ_c
-    # about 512 programs, to keep the GPU busy, and few rounds of each
-    wanted = power_of_2(blocks(num_classes * num_features, 512))
-    features_block = min(max(wanted, 64), 1024)
-    _weight_gradient[(num_classes, blocks(num_features, features_block))](
+    _weight_gradient[(num_classes, blocks(num_features, 64))](
         others,
         product,
         slot,
@@ -77,11 +74,8 @@ def weight_gradient(
         num_classes,
         num_features,
         first_class,
-        rows_block=min(
-            (8192 if features_block < 512 else 16384) // features_block,
-            max(power_of_2(num_classes), 16),
-        ),
-        features_block=features_block,
+        rows_block=min(max(power_of_2(num_classes), 16), 128),
+        features_block=64,
         **early(grad.device),
     )
     return result
@@ -155,6 +149,7 @@ def _gather_rows(  # type: ignore[no-untyped-def]
                 mask=column < num_classes,
                 other=0.0,
             )
+    leave(early)
     tl.store(rows + sample * num_classes + column, total, mask=column < num_classes)
 
 
@@ -190,6 +185,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
             total += tl.sum(tile, 0)
     place = tl.program_id(0).to(tl.int64) * num_classes + column
     total = tl.where(column == wanted, 0.0, 2.0 * total)
+    leave(early)
     tl.store(others + place, total, mask=column < num_classes)
 
 
@@ -227,6 +223,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
                 total -= _weighted_sum(
                     others, product, line, row < num_classes, column, inside, num_features
                 )
+    leave(early)
     tl.store(result + other.to(tl.int64) * num_features + column, total, mask=inside)
 
 

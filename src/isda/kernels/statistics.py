@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import blocks, early, enter, power_of_2
+from isda.kernels.launch import blocks, early, enter, leave, power_of_2
 
 __all__ = ["Classes", "class_statistics", "update_variances"]
 
@@ -254,6 +254,7 @@ def _class_statistics(  # type: ignore[no-untyped-def]
         tl.store(share + label, weight)
     batch_mean = summed / amount
     shift = batch_mean - old_mean
+    leave(early)
     tl.store(mean + line, old_mean + weight * shift, mask=inside)  # Eq. 9
     spread = tl.zeros((features_block,), dtype=tl.float32)
     done = 0
