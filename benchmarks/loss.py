@@ -107,9 +107,7 @@ class Row:
 def measure(case: Case) -> Row:
     """Time and extra memory of a case; to be called in a fresh process."""
     torch.set_num_threads(case.threads)
-    cuda = torch.device(case.device).type == "cuda"
-    if cuda:
-        torch.cuda.set_device(case.device)
+    cuda = _use_device(case.device)
     milliseconds = extra = None
     note = ""
     _create_step(case, (4, 3, 5))()  # loads the libraries and starts the threads
@@ -224,7 +222,7 @@ def peer_structure(path: Path) -> str:
 
 
 def require_device(parser: argparse.ArgumentParser, name: str) -> bool:
-    """Make a device the current one if it is a GPU, and tell whether it is."""
+    """Use a device that is here, and tell whether it is a GPU."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -233,8 +231,15 @@ def require_device(parser: argparse.ArgumentParser, name: str) -> bool:
         return False
     if (device.index or 0) >= torch.cuda.device_count():
         parser.error(f"--device {name} needs a GPU, and torch finds {torch.cuda.device_count()}")
-    torch.cuda.set_device(device)
-    return True
+    return _use_device(name)
+
+
+def _use_device(name: str) -> bool:
+    """Make a device the current one if it is a GPU, and tell whether it is."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    return device.type == "cuda"
 
 
 def extra_device_memory(step: Callable[[], object]) -> int:

@@ -74,7 +74,8 @@ def weight_gradient(
         num_classes,
         num_features,
         first_class,
-        rows_block=min(max(power_of_2(num_classes), 16), 128),
+        # fewer where lines begin anywhere, and numbers are read one by one
+        rows_block=min(max(power_of_2(num_classes), 16), 64 if num_features % 8 else 128),
         features_block=64,
         **early(grad.device),
     )
