@@ -210,9 +210,14 @@ def check_tally(device: str) -> None:
             index[1100] = bad
         results = []
         for function, where in ((kernels.tally, device), (batch.tally, "cpu")):
-            for world, mean in ((1, True), (3, True), (1, False)):
+            for world, mean, progress in (
+                (1, True, None),
+                (3, True, None),
+                (1, False, torch.tensor([0.75], dtype=torch.float64)),
+            ):
                 step, problem = torch.tensor(5, device=where), torch.tensor(0, device=where)
-                values = function(step, problem, index.to(where), 0.5, 20, world, mean)
+                given = progress if progress is None else progress.to(where)
+                values = function(step, problem, index.to(where), 0.5, 20, world, mean, given)
                 results.append([step, problem, *values])
         for left, right in zip(results[:3], results[3:], strict=True):
             for one, other in zip(left, right, strict=True):
@@ -222,6 +227,7 @@ def check_tally(device: str) -> None:
         assert strength == 0.125
         assert scale.item() == pytest.approx(0 if bad else 3 / 901)
         assert bool((index == -1).all()) == bool(bad)
+        assert results[2][-1] == 0.375
 
 
 def check_bound(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:

@@ -253,6 +253,17 @@ def test_progress_in_place_of_the_count(progress, as_tensor, device):
     close(call(criterion, x, progress=value), reference.mean_loss(losses))
 
 
+def test_progress_may_have_a_gradient(device):
+    """As for one who learns the strength."""
+    criterion = make(device, covariance="identity", lambda_0=3.0, total_steps=None)
+    x, step = batch(device), 0.01
+    progress = torch.tensor(0.4, dtype=x.features.dtype, device=device, requires_grad=True)
+    call(criterion, x, progress=progress).backward()
+    above, below = (call(criterion, x, progress=0.4 + h) for h in (step, -step))
+    expected = (above - below) / (2 * step)
+    torch.testing.assert_close(progress.grad, expected, rtol=1e-2, atol=0, check_dtype=False)
+
+
 def test_constant_ramp_needs_no_total_steps(device):
     x = batch(device)
     constant = make(device, total_steps=None, ramp="constant")

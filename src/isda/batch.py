@@ -54,6 +54,7 @@ def _tally(
     total_steps: int,
     world: int,
     mean: bool,
+    progress: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Count a step, unless its batch is bad: then note what is bad and leave all samples out.
 
@@ -68,6 +69,7 @@ def _tally(
         total_steps: number of steps of the whole training.
         world: number of ranks.
         mean: whether the loss is a mean.
+        progress: t/T, in place of the number of steps so far.
 
     Returns:
         the class indices, all SKIP for a bad batch; the factor of the sum over the samples of this
@@ -75,12 +77,14 @@ def _tally(
         bad batch; and the strength λ = λ₀ t/T before this step.
     """
     if kernels.usable(index):
-        return kernels.tally(step, problem, index, lambda_0, total_steps, world, mean)
+        return kernels.tally(step, problem, index, lambda_0, total_steps, world, mean, progress)
     found = problem_in(index)
     scale = torch.ones((), dtype=torch.float64, device=index.device)
     if mean:
         scale = world * scale / (index >= 0).sum().clamp(min=1)
-    strength = lambda_0 * (step.to(torch.float32) / total_steps).clamp(max=1)
+    if progress is None:
+        progress = (step.to(torch.float32) / total_steps).clamp(max=1)
+    strength = lambda_0 * progress.to(torch.float32).reshape(())
     step += (found == 0).long()
     problem.copy_(torch.maximum(problem, found))
     index = torch.where(found > 0, SKIP, index)
@@ -88,7 +92,7 @@ def _tally(
 
 
 def _fake_tally(
-    step: Tensor, problem: Tensor, index: Tensor, *_options: float
+    step: Tensor, problem: Tensor, index: Tensor, *_options: float | Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale = step.new_empty((), dtype=torch.float64)
     return torch.empty_like(index), scale, step.new_empty((), dtype=torch.float32)

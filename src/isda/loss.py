@@ -213,6 +213,11 @@ class ISDALoss(nn.Module):
             raise ValueError("total_steps must be given to the criterion, or progress to each call")
         batch, index, own = self._collect(functional.flatten(features), target)
         strength: float | Tensor
+        on_device = (
+            isinstance(progress, Tensor)
+            and progress.device == index.device
+            and not progress.requires_grad
+        )
         index, scale, strength = tally(
             self.step,
             self.problem,
@@ -221,10 +226,11 @@ class ISDALoss(nn.Module):
             self.total_steps or 1,
             self._world(),
             self.reduction == "mean",
+            progress if on_device else None,
         )
         if self.ramp == "constant":
             strength = self.lambda_0
-        elif progress is not None:
+        elif progress is not None and not on_device:
             strength = functional.ramped_strength(self.lambda_0, progress)
         if target.is_floating_point():
             self.estimator.update(batch, index)

@@ -40,6 +40,7 @@ def tally(
     total_steps: int,
     world: int,
     mean: bool,
+    progress: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``isda.batch.tally``."""
     sound = torch.empty_like(index)
@@ -50,6 +51,7 @@ def tally(
         step,
         problem,
         index.contiguous(),
+        step if progress is None else progress,
         sound,
         scale,
         strength,
@@ -58,6 +60,7 @@ def tally(
         float(total_steps),
         float(world),
         mean=mean,
+        counted=progress is None,
         block=block,
         **early(index.device),
     )
@@ -95,6 +98,7 @@ def _tally(  # type: ignore[no-untyped-def]
     step,
     problem,
     index,
+    progress,
     sound,
     scale,
     strength,
@@ -103,18 +107,19 @@ def _tally(  # type: ignore[no-untyped-def]
     total_steps,
     world,
     mean: tl.constexpr,
+    counted: tl.constexpr,
     block: tl.constexpr,
     early: tl.constexpr,
 ):
     enter(early)
-    counted = tl.zeros((block,), dtype=tl.int32)
+    sound_samples = tl.zeros((block,), dtype=tl.int32)
     least = tl.zeros((block,), dtype=tl.int64)
     for first in range(0, num_samples, block):
         position = first + tl.arange(0, block)
         value = tl.load(index + position, mask=position < num_samples, other=-1)
-        counted += (value >= 0).to(tl.int32)
+        sound_samples += (value >= 0).to(tl.int32)
         least = tl.minimum(least, value)
-    number = tl.sum(counted)
+    number = tl.sum(sound_samples)
     found = tl.maximum(-1 - tl.min(least), 0)  # 1: bad features, 2: bad target
     for first in range(0, num_samples, block):
         position = first + tl.arange(0, block)
@@ -125,8 +130,12 @@ def _tally(  # type: ignore[no-untyped-def]
     if mean:
         factor = world / tl.maximum(number, 1).to(tl.float32)
     done = tl.load(step)
+    if counted:
+        ramp = tl.minimum(done.to(tl.float32) / total_steps, 1.0)
+    else:
+        ramp = tl.load(progress).to(tl.float32)
     leave(early)
-    tl.store(strength, lambda_0 * tl.minimum(done.to(tl.float32) / total_steps, 1.0))
+    tl.store(strength, lambda_0 * ramp)
     tl.store(scale, tl.where(found > 0, 0.0, factor))
     tl.store(step, done + (found == 0).to(tl.int64))
     tl.store(problem, tl.maximum(tl.load(problem), found))
