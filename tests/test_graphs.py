@@ -123,6 +123,17 @@ def test_backward_twice(device):
     close(weight.grad, 2 * once)
 
 
+def test_no_second_derivatives(device):
+    _, graphed = pair(device, ramp="constant")
+    x = batch(device, 0)
+    weight = x.weight.clone().requires_grad_()
+    for _ in range(3):
+        loss = graphed(x.features, weight, x.target)
+    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(grad.square().sum(), weight)
+
+
 def test_backward_after_the_next_call_raises(device):
     _, graphed = pair(device)
     weight = batch(device, 0).weight.clone().requires_grad_()

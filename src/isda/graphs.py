@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isda.operators import once
+
 __all__ = ["Graphs"]
 
 _KINDS = 8  # of inputs that have graphs of their own; further ones are not captured
@@ -119,10 +121,11 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, captured: _Captured, *inputs: Tensor | None) -> Tensor:
         loss = captured.forward(inputs)
         ctx.captured, ctx.call = captured, captured.calls
+        ctx.sources = [x for x in inputs if x is not None and x.requires_grad]
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.captured.backward(ctx.call, *grads)
 
