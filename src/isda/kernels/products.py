@@ -99,9 +99,11 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
     fused = num_classes <= _CLASSES
     parts = blocks(num_features, _rows(num_features, precision)) if fused else 1
     dtype = torch.float32 if precision == "high" else torch.bfloat16
+    width = blocks(num_features, 16) * 16 if fused else num_features  # lines begin at 32 bytes
+    product = weight.new_empty(slots, num_classes, width, dtype=dtype)[..., :num_features]
     return (
         weight.new_empty(slots, parts, num_classes),
-        weight.new_empty(slots, num_classes, num_features, dtype=dtype),
+        product,
         weight.new_empty(0 if fused else slots, num_features),
     )
 
@@ -192,6 +194,7 @@ def _launch_squares(
         partial,
         num_classes,
         num_features,
+        centred.shape[1],
         first_class,
         classes_block=8,
         features_block=min(power_of_2(num_features), 256),
@@ -250,6 +253,7 @@ def _launch_fused(
         found.rows.shape[1],
         num_classes,
         high.shape[1],
+        result.product.stride(1),
         first_class,
         merge=count is not None,
         padded=width != num_features,
@@ -279,7 +283,7 @@ def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     padded_classes = blocks(num_classes, block) * block
     padded = blocks(num_features, _COLUMNS) * _COLUMNS
     high, low = (weight.new_empty(padded_classes, padded, dtype=torch.bfloat16) for _ in range(2))
-    centred = torch.empty_like(weight)
+    centred = weight.new_empty(num_classes, padded)
     _split[(padded // 32,)](
         weight,
         centred,
@@ -326,9 +330,9 @@ def _split(  # type: ignore[no-untyped-def]
         place = row[:, None] * num_features + column[None, :]
         value = tl.load(weight + place, mask=mask, other=0.0)
         value = tl.where(mask, value - mean[None, :], 0.0)
-        tl.store(centred + place, value, mask=mask)
         upper = value.to(tl.bfloat16)
         place = row[:, None] * padded_features + column[None, :]
+        tl.store(centred + place, value, mask=(row < num_classes)[:, None])
         mask = (row < padded_classes)[:, None]
         tl.store(high + place, upper, mask=mask)
         tl.store(low + place, (value - upper.to(tl.float32)).to(tl.bfloat16), mask=mask)
@@ -355,6 +359,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     rows_stride,
     num_classes,
     padded_features,
+    product_stride,
     first_class,
     merge: tl.constexpr,
     padded: tl.constexpr,
@@ -391,6 +396,9 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
                 tl.store(tile_row + column[None, :], tile, mask=mask)
             keep = 1.0
             tl.debug_barrier()
+        left = ()
+        for sample in tl.static_range(batch_rows):
+            left += (_batch_row(line, sample, number, row, rows_stride),)  # type: ignore[assignment]
     total = tl.zeros((classes_block, rows_block), dtype=tl.float32)
     for first in range(0, num_features, columns_block):
         column = first + tl.arange(0, columns_block)
@@ -399,10 +407,8 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
         if merge:
             tile *= keep
             for sample in tl.static_range(batch_rows):
-                last = tl.where(number >= sample, rows_stride, 0)  # 0: there is no such row
-                left = tl.load(line + sample * rows_stride + row, mask=row < last, other=0.0)
-                right = tl.load(line + sample * rows_stride + column, mask=column < last, other=0.0)
-                tile += left[:, None] * right[None, :]
+                right = _batch_row(line, sample, number, column, rows_stride)
+                tile += left[sample][:, None] * right[None, :]
             tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
         if padded:  # with anything, and 0 · NaN is NaN
             tile = tl.where((column < num_features)[None, :], tile, 0.0)
@@ -421,14 +427,24 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
         at_target = other[:, None] == own_class
         own = tl.sum(tl.where(at_target, total, 0.0), 0)
         total = total - own[None, :]  # (W − w_c) Σ_c, exactly 0 for c
-        mask = (other < num_classes)[:, None] & row_inside[None, :]
-        element = other[:, None] * num_features + row[None, :]
-        tl.store(product + place * num_classes * num_features + element, total, mask=mask)
-        margin = tl.load(centred + element, mask=mask, other=0.0)
-        own_weight = tl.load(centred + own_class * num_features + row, mask=row_inside, other=0.0)
+        # with the rows that pad the lines: products with rows of 0, for stores of many at once
+        mask = (other < num_classes)[:, None] & (row < product_stride)[None, :]
+        element = other[:, None] * product_stride + row[None, :]
+        tl.store(product + place * num_classes * product_stride + element, total, mask=mask)
+        margin = tl.load(
+            centred + other[:, None] * padded_features + row[None, :], mask=mask, other=0.0
+        )
+        own_weight = tl.load(centred + own_class * padded_features + row)
         part = tl.sum(tl.where(mask, total * (margin - own_weight[None, :]), 0.0), 1)
         piece = place * tl.cdiv(num_features, rows_block) + tl.program_id(0)
         tl.store(partial + piece * num_classes + other, part, mask=other < num_classes)
+
+
+@triton.jit
+def _batch_row(line, sample, number, element, rows_stride):  # type: ignore[no-untyped-def]
+    """Elements of a row of the batch of a class, 0 if there is no such row."""
+    inside = element < tl.where(number >= sample, rows_stride, 0)
+    return tl.load(line + sample * rows_stride + element, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -440,6 +456,7 @@ def _squares(  # type: ignore[no-untyped-def]
     partial,
     num_classes,
     num_features,
+    padded_features,
     first_class,
     classes_block: tl.constexpr,
     features_block: tl.constexpr,
@@ -460,13 +477,14 @@ def _squares(  # type: ignore[no-untyped-def]
             line = (place * num_classes + own_class) * num_features
             own_product = tl.load(product + line + column, mask=inside, other=0.0).to(tl.float32)
             own_weight = tl.load(
-                centred + own_class * num_features + column, mask=inside, other=0.0
+                centred + own_class * padded_features + column, mask=inside, other=0.0
             )
             mask = (other < num_classes)[:, None] & inside[None, :]
             element = other[:, None] * num_features + column[None, :]
             tile = tl.load(
                 product + place * num_classes * num_features + element, mask=mask, other=0.0
             )
+            element = other[:, None] * padded_features + column[None, :]
             margin = tl.load(centred + element, mask=mask, other=0.0) - own_weight[None, :]
             tile = tile.to(tl.float32) - own_product[None, :]
             total += tl.where(mask, tile * margin, 0.0)

@@ -73,9 +73,9 @@ def weight_gradient(
         len(slot),
         num_classes,
         num_features,
+        product.stride(1),
         first_class,
-        # fewer where lines begin anywhere, and numbers are read one by one
-        rows_block=min(max(power_of_2(num_classes), 16), 64 if num_features % 8 else 128),
+        rows_block=min(max(power_of_2(num_classes), 16), 128),
         features_block=64,
         **early(grad.device),
     )
@@ -200,6 +200,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     num_slots,
     num_classes,
     num_features,
+    product_stride,
     first_class,
     rows_block: tl.constexpr,
     features_block: tl.constexpr,
@@ -213,7 +214,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     for first in range(0, slots, rows_block):  # row j of the gradient: from the slots of all c
         place = first + tl.arange(0, rows_block)
         line = place.to(tl.int64) * num_classes + other
-        total += _weighted_sum(others, product, line, place < slots, column, inside, num_features)
+        total += _weighted_sum(others, product, line, place < slots, column, product_stride)
     label = other - first_class
     if (label >= 0) & (label < num_slots):
         own = tl.load(slot + label).to(tl.int64)
@@ -222,21 +223,19 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
                 row = first + tl.arange(0, rows_block)
                 line = own * num_classes + row
                 total -= _weighted_sum(
-                    others, product, line, row < num_classes, column, inside, num_features
+                    others, product, line, row < num_classes, column, product_stride
                 )
     leave(early)
     tl.store(result + other.to(tl.int64) * num_features + column, total, mask=inside)
 
 
 @triton.jit
-def _weighted_sum(  # type: ignore[no-untyped-def]
-    factors, product, line, used, column, inside, num_features
-):
+def _weighted_sum(factors, product, line, used, column, stride):  # type: ignore[no-untyped-def]
     """Sum of lines times their factors; lines of unused slots, with factor 0, hold anything."""
     factor = tl.load(factors + line, mask=used, other=0.0)
     tile = tl.load(
-        product + line[:, None] * num_features + column[None, :],
-        mask=used[:, None] & inside[None, :],
+        product + line[:, None] * stride + column[None, :],
+        mask=used[:, None] & (column < stride)[None, :],
         other=0.0,
     )
     tile = tl.where(factor[:, None] == 0.0, 0.0, tile.to(tl.float32) * factor[:, None])
