@@ -46,6 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.jobs < 1:
         parser.error(f"--jobs must be >= 1, got {given.jobs}")
+    if not (given.dry_run or torch.cuda.is_available()):
+        parser.error("needs a CUDA GPU; --dry-run prints the commands without one")
     for step in given.steps:
         commands = commands_of(step, given.out, given.data)
         if given.dry_run:

@@ -228,35 +228,47 @@ def _losses_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> l
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Bar chart of the multiples of the floor, a panel for each piece, on logarithmic axes."""
+    """Multiples of the floor on logarithmic axes: a panel for each piece, a line for each shape."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.floor_multiple]
     pieces = [piece for piece in FLOORED if any(row.piece == piece for row in rows)]
     shapes = list(dict.fromkeys((*row.shape, row.precision) for row in rows))
-    size = (2 + 1.1 * len(shapes), 1.5 + 2.2 * len(pieces))
+    size = (2 + 2.8 * len(pieces), 1.5 + 0.3 * len(shapes))
     figure = Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(len(pieces), 1, sharex=True, squeeze=False)[:, 0]
+    panels = figure.subplots(1, len(pieces), sharex=True, sharey=True, squeeze=False)[0]
     for panel, piece in zip(panels, pieces, strict=True):
-        for (form, colour), left in zip(COLOURS.items(), (-0.4, 0.0), strict=True):
-            heights = {  # of a bar, by its left edge
-                shapes.index((*row.shape, row.precision)) + left: row.floor_multiple
+        for form, colour in COLOURS.items():
+            found = {  # multiple of the floor, by its line
+                shapes.index((*row.shape, row.precision)): row.floor_multiple
                 for row in rows
                 if (row.piece, row.form) == (piece, form)
             }
-            bars = panel.bar(heights.keys(), heights.values(), 0.4, align="edge", color=colour)
-            bars.set_label(form)
-            panel.bar_label(bars, [three_digits(height) for height in heights.values()], fontsize=7)
-        panel.axhline(1, color="black", linewidth=0.8)
-        panel.set_yscale("log")
-        panel.margins(y=0.15)
-        panel.set_title(f"{piece}: multiple of the floor", loc="left", fontsize=10)
+            panel.plot(found.values(), found.keys(), "o", color=colour, label=form)
+            for place, multiple in found.items():
+                panel.annotate(
+                    three_digits(multiple),
+                    (multiple, place),
+                    (6 if form == "functional form" else -6, 0),
+                    textcoords="offset points",
+                    ha="left" if form == "functional form" else "right",
+                    va="center",
+                    fontsize=7,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+                )
+        panel.axvline(1, color="black", linewidth=0.8, zorder=0)
+        panel.set_xscale("log")
+        panel.margins(x=0.25)
+        panel.set_title(piece, loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
-    ticks = [f"{n}, {c}, {a}\n{' '.join(rest).strip()}" for n, c, a, *rest in shapes]
-    panels[-1].set_xticks(range(len(shapes)), ticks, fontsize=8)
+        panel.grid(axis="y", alpha=0.3)
+    ticks = [" ".join((f"{n}, {c}, {a}", *rest)).strip() for n, c, a, *rest in shapes]
+    panels[0].set_yticks(range(len(shapes)), ticks, fontsize=8)
+    panels[0].invert_yaxis()
+    panels[0].set_ylabel("N, C, A and covariance", fontsize=9)
     handles, titles = panels[0].get_legend_handles_labels()
     figure.legend(handles, titles, frameon=False, fontsize=8, ncols=2, loc="outside upper right")
-    figure.supxlabel("N, C, A and covariance", fontsize=9)
+    figure.supxlabel("multiple of the floor (the line), all read once and written once", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
@@ -480,7 +492,10 @@ def _line(row: Row) -> str:
 def _cell(row: Row | None) -> str:
     if row is None or row.microseconds is None:
         return row.note if row else ""
-    memory = "" if row.extra_mebibytes is None else f", {three_digits(row.extra_mebibytes)} MiB"
+    known = (
+        row.extra_mebibytes is not None and row.piece != GRAPHED
+    )  # what a graph holds is not seen
+    memory = f", {three_digits(row.extra_mebibytes)} MiB" if known else ""
     return f"{three_digits(row.microseconds)} µs{memory}{row.note and f' ({row.note})'}"
 
 

@@ -74,6 +74,11 @@ def test_what_is_run(
         return int("records/train.csv" in command)
 
     monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(["--out", "records"])
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     gpu.main(["--out", "records", "--steps", "cost", "kernels", "--jobs", "3"])
     assert ran == gpu.commands_of("cost", OUT) + gpu.commands_of("kernels", OUT)
     with pytest.raises(SystemExit, match=r"failed: .*resnet32"):
