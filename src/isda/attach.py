@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from isda import functional
 from isda.loss import ISDALoss
+from isda.operators import in_backward
 
 __all__ = ["AttachedLoss", "attach", "find_head"]
 
@@ -95,7 +96,7 @@ class AttachedLoss(nn.Module):
                 ignore_index=getattr(self.criterion, "ignore_index", -100),
                 reduction=getattr(self.criterion, "reduction", "mean"),
             )
-        if features is None and _in_backward():
+        if features is None and in_backward():
             raise ValueError("the criterion must be called outside of what a checkpoint repeats")
         if features is None:
             raise ValueError(
@@ -226,16 +227,12 @@ class _Capture:
     def __call__(
         self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
     ) -> None:
-        if _in_backward():
+        if in_backward():
             return  # where a checkpoint computes it once more
         self.features = (*inputs, *named.values())[0] if module.training else None
 
     def __getstate__(self) -> dict[str, None]:
         return {"features": None}  # a copy or a pickle of the model starts empty
-
-
-def _in_backward() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -5,17 +5,20 @@ kept and accumulated (those of ``torch.cuda.make_graphed_callables`` are overwri
 call, pytorch/pytorch#181723).
 """
 
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isda.operators import once
+from isda import kernels
+from isda.operators import in_backward, once
 
-__all__ = ["Graphs"]
+__all__ = ["Graphs", "can_capture"]
 
 _KINDS = 8  # of inputs that have graphs of their own; further ones are not captured
+_SEEN = 64  # kinds of inputs that are remembered until they come again
 
 Bound = Callable[..., Tensor]
 
@@ -23,13 +26,14 @@ Bound = Callable[..., Tensor]
 class Graphs:
     """Graphs of a loss for each kind of inputs that comes again: their shapes, dtypes, gradients.
 
-    The first call of a kind runs as it is, the second one captures it. A copy or a pickle starts
-    empty.
+    The first call of a kind runs as it is, the second one captures it. Graphs keep the memory that
+    they work in. A copy or a pickle starts empty.
     """
 
     def __init__(self) -> None:
         self._state: Hashable = None
-        self._kinds: dict[Hashable, _Captured | None] = {}
+        self._seen: set[Hashable] = set()
+        self._captured: dict[Hashable, _Captured] = {}
 
     def __reduce__(self) -> tuple[type["Graphs"], tuple[()]]:
         return Graphs, ()
@@ -47,17 +51,28 @@ class Graphs:
             inputs: of the loss, the features first.
         """
         if state != self._state:
-            self._state, self._kinds = state, {}
+            self._state, self._captured = state, {}
+            self._seen.clear()
         kind = tuple(x if x is None else (x.shape, x.dtype, x.requires_grad) for x in inputs)
-        if kind not in self._kinds:
-            if len(self._kinds) < _KINDS:
-                self._kinds[kind] = None
-            return bound(*inputs)
-        captured = self._kinds[kind]
-        if captured is None:
-            captured = self._kinds[kind] = _Captured(bound, problem, inputs)
-        loss: Tensor = _Replay.apply(captured, *inputs)
+        if kind not in self._captured:
+            # in a backward pass, a checkpoint computes the loss once more: as it did before
+            if kind not in self._seen or len(self._captured) == _KINDS or in_backward():
+                if len(self._seen) == _SEEN:
+                    self._seen.clear()
+                self._seen.add(kind)
+                return bound(*inputs)
+            self._captured[kind] = _Captured(bound, problem, inputs)
+        loss: Tensor = _Replay.apply(self._captured[kind], *inputs)
         return loss
+
+
+def can_capture(inputs: Sequence[Tensor]) -> bool:
+    """Whether a loss of some inputs can be captured now; the plain forms ask the host."""
+    return (
+        all(x.is_cuda for x in inputs)
+        and kernels.usable(inputs[0])
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 class _Captured:
@@ -72,10 +87,8 @@ class _Captured:
             self._loss = bound(*self._inputs)
 
         def backward() -> None:
-            # all is kept, so that the graph can be replayed twice for one replay of the other
-            self._grads = torch.autograd.grad(
-                self._loss, leaves, self._grad, retain_graph=True, allow_unused=True
-            )
+            # may be replayed twice: what autograd frees stays in the memory of the other graph
+            self._grads = torch.autograd.grad(self._loss, leaves, self._grad, allow_unused=True)
 
         def warm_up() -> None:
             """Compile and load all kernels, with features that no statistics take."""
@@ -83,13 +96,16 @@ class _Captured:
             assert features is not None
             before = problem.clone()
             features.fill_(torch.nan)
-            forward()
-            self._grad = torch.ones_like(self._loss)
-            backward()
-            problem.copy_(before)
+            try:
+                forward()
+                self._grad = torch.ones_like(self._loss)
+                backward()
+            finally:
+                problem.copy_(before)
             del self._loss  # and with it the nodes of the leaves, which remember a stream
 
-        with torch.enable_grad():
+        # hooks of the caller's, such as a checkpoint's, have no business here
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             self._replay_forward, self._replay_backward = _capture(
                 warm_up, (forward, backward), problem.device
             )
@@ -105,8 +121,8 @@ class _Captured:
     def backward(self, call: int, grad: Tensor) -> list[Tensor | None]:
         if call != self.calls:
             raise RuntimeError(
-                "backward() must come before the next call of a criterion with cuda_graph=True: "
-                "its graph holds one batch at a time"
+                "backward() must come before the next call of a criterion with cuda_graph=True for "
+                "inputs of these shapes: its graph holds one batch at a time"
             )
         self._grad.copy_(grad)
         self._replay_backward()
@@ -121,7 +137,8 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, captured: _Captured, *inputs: Tensor | None) -> Tensor:
         loss = captured.forward(inputs)
         ctx.captured, ctx.call = captured, captured.calls
-        ctx.sources = [x for x in inputs if x is not None and x.requires_grad]
+        ctx.save_for_backward(*(x for x in inputs if x is not None and x.requires_grad))
+        ctx.sources = ()
         return loss
 
     @staticmethod
@@ -135,6 +152,10 @@ def _room(tensor: Tensor) -> Tensor:
     return room.requires_grad_(tensor.requires_grad)
 
 
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
 
@@ -143,7 +164,7 @@ def _capture(
     warm_up: Callable[[], None], functions: tuple[Callable[[], None], ...], device: torch.device
 ) -> list[Callable[[], None]]:
     """Capture what functions launch, after a warm-up; functions that launch it again."""
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     replays = []
     with torch.cuda.device(device):
         stream.wait_stream(torch.cuda.current_stream())
@@ -157,3 +178,9 @@ def _capture(
                 function()
             replays.append(graph.replay)
     return replays
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The one of all captures on a device: what libraries keep for a stream, they keep once."""
+    return torch.cuda.Stream(device)

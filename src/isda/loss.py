@@ -15,7 +15,7 @@ from isda.bound import bound, is_number
 from isda.covariance import COVARIANCES, Covariance
 from isda.distributed import SKIP
 from isda.functional import Reduction
-from isda.graphs import Graphs
+from isda.graphs import Graphs, can_capture
 from isda.sharded import ShardedCovariance
 
 __all__ = ["ISDALoss"]
@@ -57,8 +57,10 @@ class ISDALoss(nn.Module):
         process_group: the ranks that train one model; None for all.
         cuda_graph: in an eager loop on CUDA, launch the loss as two CUDA graphs, one each way, in
             place of a dozen kernels, which take the host longer to launch than the GPU to run.
-            Inputs whose shapes come again are captured, of up to eight kinds; ``backward()`` must
-            come before the next call. With several ranks nothing is captured.
+            Inputs whose shapes come again are captured, of up to eight kinds, each of which keeps
+            the memory of a step of the loss; ``backward()`` must come before the next call with
+            inputs of these shapes. With several ranks, with an estimator of one's own and under
+            ``torch.autograd.set_detect_anomaly`` nothing is captured.
 
     Shape:
         features (N, A) or (N, A, ...), weight (C, A), target (N,) or (N, ...) class indices, or (N,
@@ -213,7 +215,7 @@ class ISDALoss(nn.Module):
             raise ValueError("total_steps must be given to the criterion, or progress to each call")
         batch, index, own = self._collect(functional.flatten(features), target)
         strength: float | Tensor
-        on_device = (
+        beside_batch = (
             isinstance(progress, Tensor)
             and progress.device == index.device
             and not progress.requires_grad
@@ -226,11 +228,11 @@ class ISDALoss(nn.Module):
             self.total_steps or 1,
             self._world(),
             self.reduction == "mean",
-            progress if on_device else None,
+            progress if beside_batch else None,
         )
         if self.ramp == "constant":
             strength = self.lambda_0
-        elif progress is not None and not on_device:
+        elif progress is not None and not beside_batch:
             strength = functional.ramped_strength(self.lambda_0, progress)
         if target.is_floating_point():
             self.estimator.update(batch, index)
@@ -270,18 +272,20 @@ class ISDALoss(nn.Module):
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         return (
             not torch.compiler.is_compiling()
+            and not torch.is_anomaly_enabled()  # looks at every gradient
             and torch.is_grad_enabled()
             and any(x.requires_grad for x in tensors)
-            and all(x.is_cuda for x in tensors)
-            and kernels.usable(tensors[0])  # the plain forms ask the host
+            and tensors[0].numel() > 0
+            and type(self.estimator) in COVARIANCES.values()  # others may keep more than buffers
             and self._world() == 1
-            and not torch.cuda.is_current_stream_capturing()
+            and can_capture(tensors)
         )
 
     def _fixed_in_graphs(self) -> Hashable:
         """What a graph of the loss holds beside its inputs: options, and where the state lies."""
         options = (self.lambda_0, self.total_steps, self.ramp, self.reduction, self.ignore_index)
-        return *options, *(buffer.data_ptr() for buffer in self.buffers())
+        others = (self.estimator.decay, getattr(self.estimator, "precision", None))
+        return *options, *others, *(buffer.data_ptr() for buffer in self.buffers())
 
     def _collect(self, features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, slice | None]:
         """Features and class indices of all ranks, and where those of this rank are among them.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["once", "operator"]
+__all__ = ["in_backward", "once", "operator"]
 
 Save = Callable[[Any, tuple[Any, ...], Any], None]
 
@@ -97,6 +97,11 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(x if x is None else _Once.apply(x, *sources) for x in results)
 
     return call
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs, in which a checkpoint computes anew what is called."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class _Once(torch.autograd.Function):
