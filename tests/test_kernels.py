@@ -230,6 +230,28 @@ def check_tally(device: str) -> None:
         assert results[2][-1] == 0.375
 
 
+def check_differs(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    _, classes, width = shape
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight, bias = (
+        torch.randn(size, generator=generator) for size in ((2, width), (classes, width), classes)
+    )
+    bias *= width**0.5  # else too small to be told from rounding
+    right, biased = F.linear(inputs, weight), F.linear(inputs, weight, bias)
+    for offset, logits, expected in (
+        (None, right[:1], False),
+        (bias, biased[:1], False),
+        (bias, right[:1], True),
+        (None, right[1:], True),
+        (None, 1.2 * right[:1], True),
+        (None, right[:1] * torch.nan, False),
+    ):
+        given = [x if x is None else x.to(dtype) for x in (inputs[:1], weight, offset, logits)]
+        there = [x if x is None else x.to(device) for x in given]
+        assert kernels.differs(*there, batch.TOLERANCE).item() == expected
+        assert batch.differs(*given).item() == expected
+
+
 def check_bound(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     """Loss and gradients against torch's cross entropy in float64."""
     samples, classes, _ = shape
@@ -389,6 +411,7 @@ def interpret() -> None:
     check_masked_classes("cpu")
     check_bound((6, 70, 1), torch.float32, "cpu")
     check_tally("cpu")
+    check_differs((1, 10, 300), torch.float32, "cpu")
 
 
 def test_interpreted_on_a_cpu():
@@ -415,7 +438,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     names = []
     types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64"}
-    types |= {torch.int32: "*i32", torch.int64: "*i64"}
+    types |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
 
     def compile_call(kernel, *args, grid, warmup, **options) -> None:
         values = dict(zip(kernel.arg_names, args, strict=False)) | options
@@ -500,7 +523,9 @@ def test_the_others_compile_without_a_gpu(compiled):
                 kernels.bound_backward(
                     loss, logits, rows, index, factor, total, used, ignore_index=-1
                 )
-    wanted = {"_screen", "_tally", "_update", "_squares", "_sum_rows", "_both_sums"}
+    for bias in (None, weight[:64, 0]):
+        kernels.differs(features[:1].bfloat16(), weight[:64], bias, features[:1, :64], 0.02)
+    wanted = {"_screen", "_tally", "_update", "_squares", "_sum_rows", "_both_sums", "_differs"}
     wanted |= {"_own_rows", "_bound", "_reduce", "_bound_backward", "_class_statistics"}
     assert wanted == set(compiled)
 
@@ -576,6 +601,13 @@ def test_screen(shape):
 @gpu
 def test_tally():
     check_tally("cuda")
+
+
+@gpu
+@pytest.mark.parametrize("shape", [(1, 2, 1000), (1, 64, 3), (1, 10, 300)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_differs(shape, dtype):
+    check_differs(shape, dtype, "cuda")
 
 
 @gpu

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from isda import functional
+from isda.batch import differs
 from isda.loss import ISDALoss
 from isda.operators import in_backward
 
 __all__ = ["AttachedLoss", "attach", "find_head"]
-
-_TOLERANCE = 0.02  # of the logits' size: covers bfloat16 logits (2⁻⁸ a product), not another batch
 
 
 def attach(
@@ -163,19 +161,18 @@ class AttachedLoss(nn.Module):
     ) -> Tensor:
         """Features, if the logits come from them; else an error.
 
-        On a GPU, and compiled, the first sample alone is looked at, and the error comes later.
+        On a GPU, and compiled, the first sample and classes are looked at, and the error comes
+        later.
         """
         at_once = functional.at_hand(features)
-        end, step = (None, len(features) // 1024 + 1) if at_once else (1, 1)
+        samples, step, classes = (None, len(features) // 1024 + 1, None) if at_once else (1, 1, 64)
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-            inputs = functional.flatten(features[:end:step])[:end].float()
-            expected = F.linear(inputs, weight.float(), None if bias is None else bias.float())
-            found = functional.flatten(logits[:end:step])[:end].float()
-            size = expected.norm(dim=1) + found.norm(dim=1)
-            # of logits that cancel out, too: what they may be off by in bfloat16
-            size = size + inputs.norm(dim=1) * weight.float().norm() / weight.shape[1] ** 0.5
-            wrong = (expected - found).norm(dim=1) > _TOLERANCE * size + 1e-6  # not so for NaN
-            mismatch = wrong.any()
+            mismatch = differs(
+                functional.flatten(features[:samples:step])[:samples],
+                weight[:classes],
+                None if bias is None else bias[:classes],
+                functional.flatten(logits[:samples:step])[:samples, :classes],
+            )
         if at_once:
             if mismatch:
                 raise ValueError(_MISMATCH)

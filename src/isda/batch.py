@@ -6,15 +6,28 @@ so they travel as class indices that no class has.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from isda import kernels
 from isda.distributed import SKIP
 from isda.operators import operator
 
-__all__ = ["LARGEST", "NOT_FINITE", "OUT_OF_RANGE", "problem_in", "screen", "tally"]
+__all__ = [
+    "LARGEST",
+    "NOT_FINITE",
+    "OUT_OF_RANGE",
+    "TOLERANCE",
+    "differs",
+    "problem_in",
+    "screen",
+    "tally",
+]
 
 LARGEST = 1e15
 """Size of features from which on they are bad: sums of their squares need not fit into float32."""
+
+TOLERANCE = 0.02
+"""Share of their size that logits may be off by: as in bfloat16 (2⁻⁸ a product), not by mistake."""
 
 NOT_FINITE, OUT_OF_RANGE = SKIP - 1, SKIP - 2
 """Class indices of samples with bad features, and with a bad target; any of them spoils a batch."""
@@ -99,3 +112,27 @@ def _fake_tally(
 
 
 tally = operator("isda::tally", _tally, _fake_tally, mutates_args=("step", "problem"))
+
+
+def _differs(inputs: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> Tensor:
+    """Whether logits of any sample are not those that a linear layer gives its inputs.
+
+    Shape:
+        inputs (N, A), weight (C, A), bias (C,), logits (N, C); output ().
+    """
+    if len(inputs) == 1 and kernels.usable(inputs):
+        return kernels.differs(inputs, weight, bias, logits, TOLERANCE)
+    inputs, weight, logits = inputs.float(), weight.float(), logits.float()
+    expected = F.linear(inputs, weight, None if bias is None else bias.float())
+    size = expected.norm(dim=1) + logits.norm(dim=1)
+    # of logits that cancel out, too: what they may be off by in bfloat16
+    size = size + inputs.norm(dim=1) * weight.norm() / weight.shape[1] ** 0.5
+    wrong = (expected - logits).norm(dim=1) > TOLERANCE * size + 1e-6  # not so for NaN
+    return wrong.any()
+
+
+differs = operator(
+    "isda::differs",
+    _differs,
+    lambda inputs, *_others: inputs.new_empty((), dtype=torch.bool),
+)

@@ -1,7 +1,7 @@
 """Triton kernels for CUDA, chosen automatically, with the results of the plain forms.
 
 ================  ==================================================================================
-``batch``         which samples count, and whether all are sound
+``batch``         which samples count, whether all are sound, and whether logits are theirs
 ``statistics``    class statistics of a batch (Eq. 9, 10 for variances, 11)
 ``covariances``   update of full covariances (Eq. 10)
 ``products``      products of Eq. 4 with full covariances, fused with their update
@@ -28,7 +28,7 @@ except ImportError:  # a build of torch without Triton
 __all__ = ["usable"]
 
 if triton is not None:
-    from isda.kernels.batch import screen, tally
+    from isda.kernels.batch import differs, screen, tally
     from isda.kernels.bound import bound, bound_backward
     from isda.kernels.covariances import update
     from isda.kernels.products import empty_products, multiply, update_and_multiply
@@ -38,6 +38,7 @@ if triton is not None:
     __all__ += [
         "bound",
         "bound_backward",
+        "differs",
         "empty_products",
         "gather_rows",
         "multiply",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isda.kernels.launch import early, enter, leave, power_of_2
 
-__all__ = ["screen", "tally"]
+__all__ = ["differs", "screen", "tally"]
 
 
 def screen(
@@ -65,6 +65,29 @@ def tally(
         **early(index.device),
     )
     return sound, scale, strength
+
+
+def differs(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, tolerance: float
+) -> Tensor:
+    """See ``isda.batch.differs``, for one sample."""
+    num_classes, num_features = weight.shape
+    wrong = torch.empty((), dtype=torch.bool, device=inputs.device)
+    _differs[(1,)](
+        inputs.contiguous(),
+        weight.contiguous(),
+        weight if bias is None else bias,
+        logits.contiguous(),
+        wrong,
+        num_classes,
+        num_features,
+        float(tolerance),
+        biased=bias is not None,
+        classes_block=power_of_2(num_classes),
+        features_block=min(power_of_2(num_features), 128),
+        num_warps=8,
+    )
+    return wrong
 
 
 @triton.jit
@@ -139,3 +162,41 @@ def _tally(  # type: ignore[no-untyped-def]
     tl.store(scale, tl.where(found > 0, 0.0, factor))
     tl.store(step, done + (found == 0).to(tl.int64))
     tl.store(problem, tl.maximum(tl.load(problem), found))
+
+
+@triton.jit
+def _differs(  # type: ignore[no-untyped-def]
+    inputs,
+    weight,
+    bias,
+    logits,
+    wrong,
+    num_classes,
+    num_features,
+    tolerance,
+    biased: tl.constexpr,
+    classes_block: tl.constexpr,
+    features_block: tl.constexpr,
+):
+    label = tl.arange(0, classes_block)
+    known = label < num_classes
+    expected = tl.zeros((classes_block,), dtype=tl.float32)
+    squares = tl.zeros((classes_block,), dtype=tl.float32)  # of the weights
+    length = tl.zeros((features_block,), dtype=tl.float32)
+    for first in range(0, num_features, features_block):
+        column = first + tl.arange(0, features_block)
+        inside = column < num_features
+        value = tl.load(inputs + column, mask=inside, other=0.0).to(tl.float32)
+        place = label[:, None].to(tl.int64) * num_features + column[None, :]
+        tile = tl.load(weight + place, mask=known[:, None] & inside[None, :], other=0.0)
+        tile = tile.to(tl.float32)
+        expected += tl.sum(tile * value[None, :], 1)
+        squares += tl.sum(tile * tile, 1)
+        length += value * value
+    if biased:
+        expected += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
+    found = tl.load(logits + label, mask=known, other=0.0).to(tl.float32)
+    size = tl.sqrt(tl.sum(expected * expected)) + tl.sqrt(tl.sum(found * found))
+    size += tl.sqrt(tl.sum(length) * tl.sum(squares) / num_features)
+    distance = tl.sqrt(tl.sum((expected - found) * (expected - found)))
+    tl.store(wrong, distance > tolerance * size + 1e-6)
