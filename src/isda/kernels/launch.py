@@ -1,8 +1,9 @@
 """What all launches share: sizes of grids and blocks, and kernels that begin early.
 
 A loss is a dozen kernels of a few µs, one after the other. On Hopper and later GPUs, one is placed
-while the one before ends, and waits for it there (programmatic dependent launch); the first kernel
-of each pass, which has another's before it, begins as usual.
+while the one before ends, and waits for it there (programmatic dependent launch). Those that begin
+a pass of the loss have kernels of others before them, which let nobody in early: they begin as
+usual.
 """
 
 import functools
