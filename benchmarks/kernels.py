@@ -492,9 +492,8 @@ def _line(row: Row) -> str:
 def _cell(row: Row | None) -> str:
     if row is None or row.microseconds is None:
         return row.note if row else ""
-    known = (
-        row.extra_mebibytes is not None and row.piece != GRAPHED
-    )  # what a graph holds is not seen
+    # what a graph holds is not seen
+    known = row.extra_mebibytes is not None and row.piece != GRAPHED
     memory = f", {three_digits(row.extra_mebibytes)} MiB" if known else ""
     return f"{three_digits(row.microseconds)} µs{memory}{row.note and f' ({row.note})'}"
 
