@@ -377,6 +377,19 @@ def test_logits_of_another_batch_of_the_same_size(
     check_mismatch(criterion, logits, target, deferred=deferred)
 
 
+def test_many_classes_looked_at_later(device, monkeypatch):
+    """Of which the first are compared."""
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    model = nn.Linear(4, 100).to(device)
+    x, target = torch.randn(N, 4, device=device), torch.randint(100, (N,), device=device)
+    criterion = attach(model, **options())
+    logits = model(x)
+    model(x + 1)
+    check_mismatch(criterion, logits, target, deferred=True)
+    assert criterion(model(x), target).isfinite()
+
+
 def test_logits_changed_after_the_head(model, images, target, device):
     criterion = attach(model, **options())
     check_mismatch(criterion, 2 * model(images), target, deferred=device.type != "cpu")

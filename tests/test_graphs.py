@@ -64,6 +64,11 @@ def same_state(found: nn.Module, expected: nn.Module) -> None:
         close(left, right)
 
 
+def same_results(found: list[Tensor], expected: list[Tensor]) -> None:
+    for left, right in zip(found, expected, strict=True):
+        close(left, right)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("kind", ["index", "ignore", "soft"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -83,8 +88,7 @@ def test_steps_are_those_of_the_plain_loss(structure, kind, reduction, device):
         found += run(graphed, x, target)
         same_state(graphed, plain)
     assert captured(graphed) == 1
-    for left, right in zip(found, expected, strict=True):  # at the end: none was overwritten
-        close(left, right)
+    same_results(found, expected)  # at the end: none was overwritten
 
 
 @pytest.mark.parametrize("progress", ["number", "tensor"])
@@ -94,10 +98,7 @@ def test_progress_changes_from_call_to_call(progress, device):
         value = 0.2 * step
         x = batch(device, step)
         given = torch.tensor(value, device=device) if progress == "tensor" else value
-        for left, right in zip(
-            run(graphed, x, progress=given), run(plain, x, progress=value), strict=True
-        ):
-            close(left, right)
+        same_results(run(graphed, x, progress=given), run(plain, x, progress=value))
     assert captured(graphed) == 1
 
 
@@ -160,10 +161,7 @@ def test_bad_batch(device):
     with pytest.raises(ValueError, match="features must be finite"):
         graphed.check()
     same_state(graphed, plain)
-    for left, right in zip(
-        run(graphed, batch(device, 4)), run(plain, batch(device, 4)), strict=True
-    ):
-        close(left, right)
+    same_results(run(graphed, batch(device, 4)), run(plain, batch(device, 4)))
 
 
 def test_shapes(device):
@@ -171,8 +169,7 @@ def test_shapes(device):
     plain, graphed = pair(device)
     for samples in [*range(1, 12), 7, 3, 7, 3, *range(1, 12)]:
         x = batch(device, samples, samples)
-        for left, right in zip(run(graphed, x), run(plain, x), strict=True):
-            close(left, right)
+        same_results(run(graphed, x), run(plain, x))
     assert captured(graphed) == 8
     same_state(graphed, plain)
 
@@ -218,8 +215,7 @@ def test_changes_drop_the_graphs(change, device):
     plain, graphed = pair(device)
     for seed in range(6):
         x = batch(device, seed)
-        for left, right in zip(run(graphed, x), run(plain, x), strict=True):
-            close(left, right)
+        same_results(run(graphed, x), run(plain, x))
         if seed == 2:
             assert captured(graphed) == 1
             for criterion in (plain, graphed):
@@ -240,8 +236,7 @@ def test_state_is_loaded_into_graphs(device):
         run(graphed, batch(device, seed))
     graphed.load_state_dict(state)
     x = batch(device, 9)
-    for left, right in zip(run(graphed, x), run(plain, x), strict=True):
-        close(left, right)
+    same_results(run(graphed, x), run(plain, x))
     same_state(graphed, plain)
 
 
@@ -295,10 +290,7 @@ def test_estimators_of_ones_own_are_not_captured(device):
         for cuda_graph in (False, True)
     )
     for seed in range(4):
-        for left, right in zip(
-            run(graphed, batch(device, seed)), run(plain, batch(device, seed)), strict=True
-        ):
-            close(left, right)
+        same_results(run(graphed, batch(device, seed)), run(plain, batch(device, seed)))
     assert captured(graphed) == 0
 
 
@@ -330,8 +322,7 @@ def test_a_failed_capture_leaves_no_mark(device, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             run(graphed, x)
     graphed.check()
-    for left, right in zip(run(graphed, x), run(plain, x), strict=True):
-        close(left, right)
+    same_results(run(graphed, x), run(plain, x))
     assert captured(graphed) == 1
 
 

@@ -668,6 +668,8 @@ def test_padding_that_is_not_there_is_not_written():
     )
     assert layout(whole.as_strided((3, 5, 5), (80, 16, 1), 1)) == (16, 5)
     assert layout(torch.zeros(3, 5, 5)) == (5, 5)
+    assert layout(torch.zeros(3, 7, 16)[..., :5]) == (16, 16)  # of products
+    assert layout(torch.empty_strided((3, 7, 5), (112, 16, 1))) == (16, 5)
     with pytest.raises(ValueError, match="covariance must have rows that follow one another"):
         kernels.update(
             torch.zeros(3, dtype=torch.int64),

@@ -1,4 +1,4 @@
-"""What the loss asks of a batch before it uses it: which samples count, and whether all are sound.
+"""What is asked of a batch before it is used: which samples count, and whether all are sound.
 
 Bad values would spoil the statistics for good. The host must not wait for the device to find them,
 so they travel as class indices that no class has.

@@ -1,4 +1,4 @@
-"""Which samples of a batch count, and whether all are sound."""
+"""Which samples of a batch count, whether all are sound, and whether logits are theirs."""
 
 import torch
 import triton
@@ -20,14 +20,7 @@ def screen(
         width = features.shape[1]
         block = min(power_of_2(width), 1024)
         _screen[(len(target),)](
-            features,
-            target,
-            index,
-            num_classes,
-            width,
-            ignore_index,
-            largest,
-            block=block,
+            features, target, index, num_classes, width, ignore_index, largest, block=block
         )
     return index
 
@@ -92,14 +85,7 @@ def differs(
 
 @triton.jit
 def _screen(  # type: ignore[no-untyped-def]
-    features,
-    target,
-    index,
-    num_classes,
-    num_features,
-    ignore_index,
-    largest,
-    block: tl.constexpr,
+    features, target, index, num_classes, num_features, ignore_index, largest, block: tl.constexpr
 ):
     sample = tl.program_id(0).to(tl.int64)
     bad = tl.zeros((block,), dtype=tl.int32)

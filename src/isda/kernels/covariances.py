@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import blocks, early, enter
+from isda.kernels.launch import blocks, early, enter, round_up
 from isda.kernels.statistics import Classes, class_statistics
 
 __all__ = [
@@ -108,18 +108,18 @@ def require_rows(covariance: Tensor) -> None:
         )
 
 
-def layout(covariance: Tensor) -> tuple[int, int]:
+def layout(matrices: Tensor) -> tuple[int, int]:
     """Numbers from one row to the next, and those of them that may be read and written.
 
     Rows that are padded, as those of ``isda.FullCovariance``, can be read and written whole, but
     the last one only if its padding is there, which a copy by torch.compile leaves out.
     """
-    number, num_features, _ = covariance.shape
-    stride = covariance.stride(1)
-    size = covariance.untyped_storage().nbytes() // covariance.element_size()
+    number, rows, num_features = matrices.shape
+    stride = matrices.stride(1)
+    size = matrices.untyped_storage().nbytes() // matrices.element_size()
     padded = (
-        stride == blocks(num_features, 16) * 16
-        and size >= covariance.storage_offset() + number * num_features * stride
+        stride == round_up(num_features, 16)
+        and size >= matrices.storage_offset() + number * rows * stride
     )
     return stride, stride if padded else num_features
 

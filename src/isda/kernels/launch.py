@@ -12,12 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["blocks", "early", "enter", "leave", "power_of_2"]
+__all__ = ["blocks", "early", "enter", "leave", "power_of_2", "round_up"]
 
 
 def blocks(number: int, size: int) -> int:
     """How many blocks of a size hold a number of things (faster than Triton's own)."""
     return -(-number // size)
+
+
+def round_up(number: int, size: int) -> int:
+    """Least multiple of a size that is not below a number."""
+    return blocks(number, size) * size
 
 
 def power_of_2(number: int) -> int:

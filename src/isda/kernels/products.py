@@ -27,7 +27,7 @@ from isda.kernels.covariances import (
     merge_rows,
     require_rows,
 )
-from isda.kernels.launch import blocks, early, enter, leave, power_of_2
+from isda.kernels.launch import blocks, early, enter, leave, power_of_2, round_up
 from isda.kernels.statistics import Classes, class_statistics
 
 __all__ = [
@@ -99,7 +99,8 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
     fused = num_classes <= _CLASSES
     parts = blocks(num_features, _rows(num_features, precision)) if fused else 1
     dtype = torch.float32 if precision == "high" else torch.bfloat16
-    width = blocks(num_features, 16) * 16 if fused else num_features  # lines begin at 32 bytes
+    # lines that begin at multiples of 32 bytes are read and written many numbers at a time
+    width = round_up(num_features, 16) if fused else num_features
     product = weight.new_empty(slots, num_classes, width, dtype=dtype)[..., :num_features]
     return (
         weight.new_empty(slots, parts, num_classes),
@@ -280,8 +281,7 @@ def _shared_memory(device: torch.device) -> int:
 def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     """Weight less its mean over the classes, and the same as a sum of two bfloat16, padded."""
     num_classes, num_features = weight.shape
-    padded_classes = blocks(num_classes, block) * block
-    padded = blocks(num_features, _COLUMNS) * _COLUMNS
+    padded_classes, padded = round_up(num_classes, block), round_up(num_features, _COLUMNS)
     high, low = (weight.new_empty(padded_classes, padded, dtype=torch.bfloat16) for _ in range(2))
     centred = weight.new_empty(num_classes, padded)
     _split[(padded // 32,)](
@@ -427,7 +427,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
         at_target = other[:, None] == own_class
         own = tl.sum(tl.where(at_target, total, 0.0), 0)
         total = total - own[None, :]  # (W − w_c) Σ_c, exactly 0 for c
-        # with the rows that pad the lines: products with rows of 0, for stores of many at once
+        # with the rows that pad the lines, whose products are 0
         mask = (other < num_classes)[:, None] & (row < product_stride)[None, :]
         element = other[:, None] * product_stride + row[None, :]
         tl.store(product + place * num_classes * product_stride + element, total, mask=mask)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isda.kernels.covariances import layout
 from isda.kernels.launch import blocks, early, enter, leave, power_of_2
 
 __all__ = ["gather_rows", "weight_gradient"]
@@ -73,7 +74,7 @@ def weight_gradient(
         len(slot),
         num_classes,
         num_features,
-        product.stride(1),
+        *layout(product),
         first_class,
         rows_block=min(max(power_of_2(num_classes), 16), 128),
         features_block=64,
@@ -200,7 +201,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     num_slots,
     num_classes,
     num_features,
-    product_stride,
+    stride,
+    width,
     first_class,
     rows_block: tl.constexpr,
     features_block: tl.constexpr,
@@ -214,7 +216,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     for first in range(0, slots, rows_block):  # row j of the gradient: from the slots of all c
         place = first + tl.arange(0, rows_block)
         line = place.to(tl.int64) * num_classes + other
-        total += _weighted_sum(others, product, line, place < slots, column, product_stride)
+        total += _weighted_sum(others, product, line, place < slots, column, stride, width)
     label = other - first_class
     if (label >= 0) & (label < num_slots):
         own = tl.load(slot + label).to(tl.int64)
@@ -223,19 +225,21 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
                 row = first + tl.arange(0, rows_block)
                 line = own * num_classes + row
                 total -= _weighted_sum(
-                    others, product, line, row < num_classes, column, product_stride
+                    others, product, line, row < num_classes, column, stride, width
                 )
     leave(early)
     tl.store(result + other.to(tl.int64) * num_features + column, total, mask=inside)
 
 
 @triton.jit
-def _weighted_sum(factors, product, line, used, column, stride):  # type: ignore[no-untyped-def]
+def _weighted_sum(  # type: ignore[no-untyped-def]
+    factors, product, line, used, column, stride, width
+):
     """Sum of lines times their factors; lines of unused slots, with factor 0, hold anything."""
     factor = tl.load(factors + line, mask=used, other=0.0)
     tile = tl.load(
         product + line[:, None] * stride + column[None, :],
-        mask=used[:, None] & (column < stride)[None, :],
+        mask=used[:, None] & (column < width)[None, :],
         other=0.0,
     )
     tile = tl.where(factor[:, None] == 0.0, 0.0, tile.to(tl.float32) * factor[:, None])

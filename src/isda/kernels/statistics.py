@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import blocks, early, enter, leave, power_of_2
+from isda.kernels.launch import blocks, early, enter, leave, power_of_2, round_up
 
 __all__ = ["Classes", "class_statistics", "update_variances"]
 
@@ -82,7 +82,7 @@ def class_statistics(
         integers(num_classes),
         integers(num_classes),
         numbers(num_classes),
-        numbers(samples + slots if keep_rows else 0, blocks(width, 16) * 16),
+        numbers(samples + slots if keep_rows else 0, round_up(width, 16)),
     )
     if not samples:
         result.slot.fill_(-1)
