@@ -4,10 +4,11 @@ The floor of a piece is all it needs read once and written once, at the speed of
 is measured first; statistics that fit into the GPU's cache can be faster, and so can an update that
 reads one half of a symmetric covariance. Every piece is timed with the kernels of
 :mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in a CUDA graph
-of several batches; the whole loss also eagerly, with ``--peer`` beside your local copies of the
-authors' files, and graphed (``ISDALoss(cuda_graph=True)``). Cross entropy, torch's own, is the
-yardstick of the loss: both are given logits in bfloat16; the authors' code computes its own. On a
-CPU, where there are no kernels, the calls are timed plainly.
+of several batches. Cross entropy, torch's own, is the yardstick of the loss: both are given logits
+in bfloat16. "eager" is the line of a training script, in float32 and with the last layer: a
+criterion attached to it, plain and with ``cuda_graph=True`` ("graphed"), cross entropy, and with
+``--peer`` your local copies of the authors' files. On a CPU, where there are no kernels, the calls
+are timed plainly.
 
     python benchmarks/kernels.py --out kernels.csv --plot kernels.png
     python benchmarks/kernels.py --table kernels.csv
@@ -49,6 +50,7 @@ __all__ = ["Row", "copy_bandwidth", "draw", "floor_bytes", "main", "markdown", "
 Shape = tuple[int, int, int, str]  # N, C, A and the structure of the covariance
 Batch = tuple[Tensor, Tensor]  # features (N, A), target (N,)
 Call = Callable[[], object]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 SHAPES: tuple[Shape, ...] = (
     (128, 100, 64, "full"),
@@ -353,12 +355,14 @@ def _measured(
 def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Call]:
     """A call of the piece for each batch, on statistics that have seen all of them."""
     head = nn.Linear(row.A, row.C)
-    if row.piece.startswith("cross entropy"):
+    if row.piece == "cross entropy":
         return [partial(_cross_entropy, _leaf(head(x).bfloat16()), y) for x, y in batches]
+    if row.piece == "cross entropy, eager":
+        return [partial(_line_of_script, F.cross_entropy, head, _leaf(x), y) for x, y in batches]
     if row.form == "authors' file":
         assert peer is not None
         theirs = peer_loss(peer, head)
-        return [partial(_peer, theirs, head, _leaf(x), y) for x, y in batches]
+        return [partial(_gradients, theirs, head, _leaf(x), y) for x, y in batches]
     estimator: isda.Covariance = (
         isda.FullCovariance(
             row.A, row.C, precision="medium" if row.precision == "medium" else "high"
@@ -372,6 +376,9 @@ def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Cal
         ours = isda.ISDALoss(
             row.A, row.C, total_steps=2, covariance=estimator, cuda_graph=row.piece == GRAPHED
         )
+        if row.piece in EAGER:
+            attached = isda.attach(head, ours)
+            return [partial(_line_of_script, attached, head, _leaf(x), y) for x, y in batches]
         return [
             partial(_loss, ours, x, head.weight, y, _leaf(head(x).bfloat16())) for x, y in batches
         ]
@@ -402,10 +409,12 @@ def _loss(
     torch.autograd.grad(value, (logits, weight))
 
 
-def _peer(
-    criterion: Callable[[Tensor, Tensor], Tensor], head: nn.Linear, features: Tensor, target: Tensor
-) -> None:
-    torch.autograd.grad(criterion(features, target), (features, head.weight, head.bias))
+def _line_of_script(criterion: Loss, head: nn.Linear, features: Tensor, target: Tensor) -> None:
+    _gradients(lambda x, y: criterion(head(x), y), head, features, target)
+
+
+def _gradients(loss: Loss, head: nn.Linear, features: Tensor, target: Tensor) -> None:
+    torch.autograd.grad(loss(features, target), (features, head.weight, head.bias))
 
 
 def _seconds(calls: list[Call], device: str, *, repeat: int, capture: bool = True) -> float:

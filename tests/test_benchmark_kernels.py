@@ -136,6 +136,30 @@ def test_time_is_that_of_one_call(benchmark: ModuleType, monkeypatch: pytest.Mon
     assert 3000 <= row.microseconds < 20000  # eight calls take 24,000
 
 
+@pytest.mark.parametrize("piece", ["loss, eager", "loss, graphed", "cross entropy, eager"])
+def test_eager_is_the_line_of_a_script(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, piece: str
+) -> None:
+    heads, attached = [], []
+    forward, loss = torch.nn.Linear.forward, isda.AttachedLoss.forward
+
+    def spy_head(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        heads.append(x.requires_grad)
+        return forward(self, x)
+
+    def spy_loss(self: isda.AttachedLoss, *batch: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.criterion, isda.ISDALoss)
+        attached.append(self.criterion.cuda_graph)
+        return loss(self, *batch)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", spy_head)
+    monkeypatch.setattr(isda.AttachedLoss, "forward", spy_loss)
+    benchmark.measure(create_row(benchmark, piece), "cpu", repeat=1)
+    assert len(heads) > benchmark.EAGER_STEPS
+    assert all(heads)
+    assert attached == [piece == "loss, graphed"] * (len(heads) * piece.startswith("loss"))
+
+
 def test_bandwidth_counts_both_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "_seconds", lambda *_, **__: 0.5)
     assert benchmark.copy_bandwidth("cpu", repeat=1) == 2 * 4 * 2**22 / 0.5 / 1e9
