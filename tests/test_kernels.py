@@ -21,6 +21,7 @@ SHAPES = [
     (7, 13, 5), (23, 3, 70), (40, 4, 130), (1, 3, 64), (0, 3, 5), (20, 40, 17), (5, 2, 1),
     (24, 12, 70),
 ]  # fmt: skip
+WIDE = [(6, 3, 390), (6, 3, 514), (6, 3, 1030)]  # which the fused kernel cuts in other tiles
 ids = [str(shape) for shape in SHAPES]
 gpu = pytest.mark.gpu
 
@@ -389,6 +390,8 @@ def interpret() -> None:
             check_quadratic(shape, precision, "cpu")
         check_screen(shape, "cpu")
         check_bound(shape, torch.float32, "cpu")
+    for shape in WIDE:
+        check_quadratic(shape, "medium" if shape[-1] > 1024 else "high", "cpu")
     check_bound((6, 70, 1), torch.bfloat16, "cpu")
     check_quadratic((23, 13, 5), "high", "cpu", first=4, part=7)
     check_quadratic((12, 40, 17), "high", "cpu", first=4, part=7)
@@ -470,7 +473,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("precision", ["high", "medium"])
 @pytest.mark.parametrize(
-    "shape", [(5, 2, 1), (2, 3, 64), (64, 100, 342), (128, 200, 640), (5000, 3, 40)], ids=str
+    "shape",
+    [(5, 2, 1), (2, 3, 64), (64, 100, 342), (128, 200, 640), (9, 3, 1030), (5000, 3, 40)],
+    ids=str,
 )
 def test_compiles_without_a_gpu(shape, precision, compiled):
     """The interpreter does not see what the compiler refuses, such as a type that changes."""
@@ -553,7 +558,9 @@ def test_update(shape, decay):
 
 @gpu
 @pytest.mark.parametrize("precision", ["high", "medium"])
-@pytest.mark.parametrize("shape", [*SHAPES, (64, 100, 342), (150, 300, 129)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, *WIDE, (64, 100, 342), (30, 200, 530), (150, 300, 129)], ids=str
+)
 def test_update_and_quadratic(shape, precision, monkeypatch):
     check_quadratic(shape, precision, "cuda")
     monkeypatch.setattr(sys.modules["isda.kernels.products"], "_COPIED", 10**6)  # some at a time

@@ -132,9 +132,9 @@ def _gradient(
 ) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 7
-    logits_grad, quadratic_grad = backward(grad, *ctx.saved_tensors, ctx.ignore_index)
-    shifted = ctx.saved_tensors[1] is not None
-    return logits_grad, quadratic_grad if shifted else None, *(None,) * 5
+    logits, quadratic, *others = ctx.saved_tensors  # read once: a checkpoint allows no more
+    logits_grad, quadratic_grad = backward(grad, logits, quadratic, *others, ctx.ignore_index)
+    return logits_grad, None if quadratic is None else quadratic_grad, *(None,) * 5
 
 
 _bound_op = operator(

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _CLASSES = 256  # most classes that the fused kernel takes
-_COLUMNS = 64  # of a covariance, in a tile of the fused kernel
+_COLUMNS = 64  # of a covariance, most in a tile of the fused kernel
 _COPIED = 2**28  # numbers of the covariances of many classes that are copied at a time
 _BATCH_ROWS = 4  # of a class, that the fused kernel merges as it goes along
 
@@ -97,7 +97,7 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
     """Room for ``Products.partial``, ``Products.product`` and ``Products.own``."""
     num_classes, num_features = weight.shape
     fused = num_classes <= _CLASSES
-    parts = blocks(num_features, _rows(num_features, precision)) if fused else 1
+    parts = blocks(num_features, _tiles(num_features, precision).rows) if fused else 1
     dtype = torch.float32 if precision == "high" else torch.bfloat16
     # lines that begin at multiples of 32 bytes are read and written many numbers at a time
     width = round_up(num_features, 16) if fused else num_features
@@ -109,12 +109,26 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
     )
 
 
-def _rows(num_features: int, precision: str) -> int:
-    """Rows of a covariance in a program of the fused kernel.
+class _Tiles(NamedTuple):
+    """How a program of the fused kernel walks along its rows of a covariance.
 
-    With few there are more programs, with many the weights are read less often.
+    With few rows there are more programs, with many the weights are read less often; with more
+    tiles read ahead, fewer programs fit on a multiprocessor.
     """
-    return 64 if precision == "high" and num_features > 512 else 32
+
+    rows: int
+    columns: int
+    warps: int
+    ahead: int  # most tiles that are on their way or at hand
+
+
+def _tiles(num_features: int, precision: str) -> _Tiles:
+    """The fastest ones on an H200."""
+    if precision == "high":
+        return _Tiles(64, 64, 8, 2) if num_features >= 512 else _Tiles(32, 32, 4, 3)
+    if num_features > 1024:
+        return _Tiles(64, 64, 8, 5)
+    return _Tiles(32, 64, 4, 3 if num_features > 384 else 2)
 
 
 def _multiply(
@@ -224,17 +238,16 @@ def _launch_fused(
 ) -> None:
     """The fused kernel; with a count, it merges the batch."""
     num_classes, num_features = weight.shape
-    precise, rows_block = precision == "high", _rows(num_features, precision)
+    precise, tiles = precision == "high", _tiles(num_features, precision)
     classes_block = max(16, power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
     stride, width = layout(covariance)
     # copies of single numbers are slow, and with one tile there is nothing to read ahead
-    ahead = width % 16 == 0 and num_features > _COLUMNS
-    columns_block = 32 if precise and ahead else _COLUMNS
-    stage = columns_block * (4 * rows_block + (4 if precise else 2) * classes_block)  # bytes
-    wanted = 4 if precise or num_features > 1024 else 3
-    stages = min(wanted, _shared_memory(covariance.device) // stage) if ahead else 1
-    _update_and_multiply[(blocks(num_features, rows_block), len(found.classes))](
+    if width % 16 or num_features <= _COLUMNS:
+        tiles = tiles._replace(columns=_COLUMNS, ahead=1)
+    tile = tiles.columns * (4 * tiles.rows + (4 if precise else 2) * classes_block)  # bytes
+    stages = min(tiles.ahead, _shared_memory(covariance.device) // tile)
+    _update_and_multiply[(blocks(num_features, tiles.rows), len(found.classes))](
         covariance,
         found.share if count is None else count,
         found.rows,
@@ -261,10 +274,10 @@ def _launch_fused(
         precise=precise,
         interpreted=not covariance.is_cuda,
         batch_rows=_BATCH_ROWS,
-        rows_block=rows_block,
-        columns_block=columns_block,
+        rows_block=tiles.rows,
+        columns_block=tiles.columns,
         classes_block=classes_block,
-        num_warps=8 if classes_block > 128 else 4,
+        num_warps=8 if classes_block > 128 else tiles.warps,
         num_stages=max(stages, 1),
         **early(covariance.device),
     )
