@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import isda
-from isda import ISDALoss, graphs
+from isda import ISDALoss, functional, graphs
 from isda import loss as loss_module
 
 N, C, A = 7, 13, 5
@@ -28,6 +28,7 @@ def _capturable(device, monkeypatch):
         monkeypatch.setattr(graphs, "_capture", tape.capture)
         monkeypatch.setattr(loss_module, "can_capture", lambda inputs: True)
         monkeypatch.setattr(loss_module, "problem_in", lambda index: 0)
+        monkeypatch.setattr(functional, "at_hand", lambda tensor: False)
 
 
 def pair(device: torch.device, **options) -> tuple[ISDALoss, ISDALoss]:
@@ -372,6 +373,55 @@ def test_attached(device):
     close(torch.stack(losses[5:]), torch.stack(losses[:5]))
     for left, right in zip(models[1].parameters(), models[0].parameters(), strict=True):
         close(left, right)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_logits_of_another_batch(biased, device):
+    """A graph looks at the logits of each batch, and leaves a wrong one out."""
+    model = nn.Linear(A, C, bias=biased, device=device)
+    if biased:
+        nn.init.uniform_(model.bias, 1.0, 2.0)
+    criterion = isda.attach(
+        model, lambda_0=2.0, total_steps=9, covariance="diagonal", cuda_graph=True
+    )
+    for seed in range(3):
+        x = batch(device, seed)
+        assert criterion(model(x.features), x.target).isfinite()
+    assert captured(criterion.criterion) == 1
+    criterion.check()
+    before = copy.deepcopy(criterion.criterion)
+    logits = model(batch(device, 4).features)
+    model(x.features)
+    assert criterion(logits, x.target).isnan()
+    with pytest.raises(ValueError, match="logits of another batch"):
+        criterion.check()
+    same_state(criterion.criterion.estimator, before.estimator)
+    assert criterion.criterion.step == before.step == 3
+    assert criterion(model(x.features), x.target).isfinite()
+    criterion.check()
+    assert captured(criterion.criterion) == 1
+    if biased:
+        with torch.no_grad():
+            model.bias += 5  # which the graph is given as it is now
+        assert criterion(model(x.features), x.target).isfinite()
+        criterion.check()
+
+
+def test_one_criterion_for_two_models(device):
+    """Each has a flag of its own, which a graph holds."""
+    criterion = pair(device)[1]
+    models = [nn.Linear(A, C, device=device) for _ in range(2)]
+    attached = [isda.attach(model, criterion) for model in models]
+    for seed in range(3):
+        x = batch(device, seed)
+        assert attached[0](models[0](x.features), x.target).isfinite()
+    assert captured(criterion) == 1
+    logits = models[1](x.features)
+    models[1](x.features + 5)
+    assert attached[1](logits, x.target).isnan()
+    assert not attached[0].mismatch
+    with pytest.raises(ValueError, match="logits of another batch"):
+        attached[1].check()
 
 
 @pytest.mark.gpu

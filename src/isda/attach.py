@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isda import functional
-from isda.batch import differs
+from isda.batch import MISMATCH, require_origin
 from isda.loss import ISDALoss
 from isda.operators import in_backward
 
@@ -122,7 +122,10 @@ class AttachedLoss(nn.Module):
                 f"logits must have {len(weight)} classes, as the attached layer {head}, got "
                 f"{logits.shape[1]}; pass head= if the model ends in another layer"
             )
-        features = self._require_origin(features, weight, bias, logits)
+        if isinstance(self.criterion, ISDALoss):
+            options["mismatch"] = self.mismatch  # it looks itself, in its graph if it has one
+        else:
+            features = require_origin(features, weight, bias, logits, self.mismatch)
         loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
         return loss.view(positions) if loss.dim() == 1 else loss
 
@@ -137,7 +140,7 @@ class AttachedLoss(nn.Module):
             if not mismatch:  # else it tells of the NaN that took the place of the features
                 raise
         if mismatch:
-            raise ValueError(_MISMATCH)
+            raise ValueError(MISMATCH)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """State of the criterion; looks for bad batches first."""
@@ -155,30 +158,6 @@ class AttachedLoss(nn.Module):
     def _watch(self) -> None:
         """Take the hook off the model when the criterion is gone."""
         weakref.finalize(self, self._handle.remove).atexit = False
-
-    def _require_origin(
-        self, features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor
-    ) -> Tensor:
-        """Features, if the logits come from them; else an error.
-
-        On a GPU, and compiled, the first sample and classes are looked at, and the error comes
-        later.
-        """
-        at_once = functional.at_hand(features)
-        samples, step, classes = (None, len(features) // 1024 + 1, None) if at_once else (1, 1, 64)
-        with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-            mismatch = differs(
-                functional.flatten(features[:samples:step])[:samples],
-                weight[:classes],
-                None if bias is None else bias[:classes],
-                functional.flatten(logits[:samples:step])[:samples, :classes],
-            )
-        if at_once:
-            if mismatch:
-                raise ValueError(_MISMATCH)
-            return features
-        self.mismatch.logical_or_(mismatch)
-        return torch.where(mismatch, torch.nan, features)  # keeps the batch out of the statistics
 
 
 def find_head(model: nn.Module) -> nn.Linear:
@@ -207,12 +186,6 @@ def find_head(model: nn.Module) -> nn.Linear:
             f"{last.out_features} outputs ({', '.join(candidates[-4:])}); pass head="
         )
     return last
-
-
-_MISMATCH = (
-    "logits must come from the captured features: got logits of another batch, or changed after "
-    "the final linear layer; pass head= if that is another layer"
-)
 
 
 class _Capture:

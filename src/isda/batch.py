@@ -1,4 +1,4 @@
-"""What is asked of a batch before it is used: which samples count, and whether all are sound.
+"""What is asked of a batch: which samples count, whether all are sound, and the logits theirs.
 
 Bad values would spoil the statistics for good. The host must not wait for the device to find them,
 so they travel as class indices that no class has.
@@ -8,17 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isda import kernels
+from isda import functional, kernels
 from isda.distributed import SKIP
 from isda.operators import operator
 
 __all__ = [
     "LARGEST",
+    "MISMATCH",
     "NOT_FINITE",
     "OUT_OF_RANGE",
     "TOLERANCE",
     "differs",
     "problem_in",
+    "require_origin",
     "screen",
     "tally",
 ]
@@ -28,6 +30,12 @@ LARGEST = 1e15
 
 TOLERANCE = 0.02
 """Share of their size that logits may be off by: as in bfloat16 (2⁻⁸ a product), not by mistake."""
+
+MISMATCH = (
+    "logits must come from the captured features: got logits of another batch, or changed after "
+    "the final linear layer; pass head= if that is another layer"
+)
+"""Message of the error of logits that are not those of their features."""
 
 NOT_FINITE, OUT_OF_RANGE = SKIP - 1, SKIP - 2
 """Class indices of samples with bad features, and with a bad target; any of them spoils a batch."""
@@ -136,3 +144,28 @@ differs = operator(
     _differs,
     lambda inputs, *_others: inputs.new_empty((), dtype=torch.bool),
 )
+
+
+def require_origin(
+    features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, mismatch: Tensor
+) -> Tensor:
+    """Features, if the logits come from them; else an error.
+
+    On a GPU, and compiled, the first sample and classes are looked at, and the error comes later:
+    it is noted in ``mismatch``, and features of NaN keep the batch out of all statistics.
+    """
+    at_once = functional.at_hand(features)
+    samples, step, classes = (None, len(features) // 1024 + 1, None) if at_once else (1, 1, 64)
+    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+        found = differs(
+            functional.flatten(features[:samples:step])[:samples],
+            weight[:classes],
+            None if bias is None else bias[:classes],
+            functional.flatten(logits[:samples:step])[:samples, :classes],
+        )
+    if at_once:
+        if found:
+            raise ValueError(MISMATCH)
+        return features
+    mismatch.logical_or_(found)
+    return torch.where(found, torch.nan, features)

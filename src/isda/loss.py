@@ -1,5 +1,6 @@
 """ISDALoss = estimator of covariances, ramp of λ, cross entropy on shifted logits (Algorithm 1)."""
 
+import functools
 from collections.abc import Hashable, Mapping
 from numbers import Real
 from typing import Any, Literal
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isda import distributed, functional, kernels
-from isda.batch import LARGEST, OUT_OF_RANGE, problem_in, screen, tally
+from isda.batch import LARGEST, OUT_OF_RANGE, problem_in, require_origin, screen, tally
 from isda.bound import bound, is_number
 from isda.covariance import COVARIANCES, Covariance
 from isda.distributed import SKIP
@@ -155,6 +156,7 @@ class ISDALoss(nn.Module):
         bias: Tensor | None = None,
         logits: Tensor | None = None,
         progress: float | Tensor | None = None,
+        mismatch: Tensor | None = None,
     ) -> Tensor:
         """Merge the batch into the statistics and return the loss.
 
@@ -166,6 +168,8 @@ class ISDALoss(nn.Module):
             logits: of the final linear layer, if they have been computed before.
             progress: t/T in [0, 1], a number or a device tensor, in place of the criterion's own
                 count.
+            mismatch: a flag on the device, if logits that do not come from the features are an
+                error: it is set, and the batch left out; on a CPU the error comes at once.
         """
         self._check_arguments(features, weight, target, bias, logits, progress)
         if logits is None:
@@ -175,14 +179,15 @@ class ISDALoss(nn.Module):
                 return functional.cross_entropy(
                     logits, target, ignore_index=self.ignore_index, reduction=self.reduction
                 )
-            inputs = (features.detach(), weight, target, logits)
+            seen_bias = None if mismatch is None or bias is None else bias.detach()
+            inputs = (features.detach(), weight, seen_bias, target, logits)
+            run = functools.partial(self._bound, mismatch)
             if self.cuda_graph and self._is_capturable(*inputs, progress):
                 if progress is not None and not isinstance(progress, Tensor):
                     progress = torch.full((), float(progress), device=features.device)
-                return self._graphs(
-                    self._bound, self.problem, self._fixed_in_graphs(), *inputs, progress
-                )
-            return self._bound(*inputs, progress)
+                fixed = self._fixed_in_graphs(mismatch)
+                return self._graphs(run, self.problem, fixed, *inputs, progress)
+            return run(*inputs, progress)
 
     def check(self) -> None:
         """Raise the error of a bad batch that a GPU saw since the last look (waits for it)."""
@@ -204,8 +209,10 @@ class ISDALoss(nn.Module):
 
     def _bound(
         self,
+        mismatch: Tensor | None,
         features: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         target: Tensor,
         logits: Tensor,
         progress: float | Tensor | None,
@@ -213,6 +220,8 @@ class ISDALoss(nn.Module):
         """Algorithm 1: merge the batch of all ranks into the statistics; the loss of Eq. 4."""
         if self.ramp == "linear" and progress is None and self.total_steps is None:
             raise ValueError("total_steps must be given to the criterion, or progress to each call")
+        if mismatch is not None:
+            features = require_origin(features, weight, bias, logits, mismatch)
         batch, index, own = self._collect(functional.flatten(features), target)
         strength: float | Tensor
         beside_batch = (
@@ -281,11 +290,12 @@ class ISDALoss(nn.Module):
             and can_capture(tensors)
         )
 
-    def _fixed_in_graphs(self) -> Hashable:
+    def _fixed_in_graphs(self, mismatch: Tensor | None) -> Hashable:
         """What a graph of the loss holds beside its inputs: options, and where the state lies."""
         options = (self.lambda_0, self.total_steps, self.ramp, self.reduction, self.ignore_index)
         others = (self.estimator.decay, getattr(self.estimator, "precision", None))
-        return *options, *others, *(buffer.data_ptr() for buffer in self.buffers())
+        state = (x.data_ptr() for x in (mismatch, *self.buffers()) if x is not None)
+        return *options, *others, mismatch is None, *state
 
     def _collect(self, features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, slice | None]:
         """Features and class indices of all ranks, and where those of this rank are among them.
