@@ -4,6 +4,7 @@ Every world is started once; its ranks run all the scenarios and leave their res
 tests compare these with one process that sees the whole batch.
 """
 
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -273,3 +274,35 @@ def test_broadcast_of_rows_with_room_between_them(monkeypatch):
     assert (room[..., :3] == 7).all()
     assert not room[..., 3:].any()
     assert (dense == 7).all()
+
+
+def test_a_group_is_freed_when_it_is_destroyed(monkeypatch, tmp_path):
+    """Its threads would else live on, and crash now and then when the process ends."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    group = weakref.ref(dist.group.WORLD)
+    monkeypatch.setattr(distributed, "world_size", lambda group: 2)
+    assert distributed.agree(3, 1, None) == (3, 1)
+    dist.destroy_process_group()
+    assert group() is None
+
+
+def test_a_group_of_gpus_has_one_of_their_hosts(monkeypatch):
+    class Group:
+        _device_types = (torch.device("cuda"),)
+
+    host = dist.ProcessGroup(0, 1)
+    made = []
+    monkeypatch.setattr(distributed.dist, "get_process_group_ranks", lambda group: [0, 3])
+    monkeypatch.setattr(
+        distributed.dist,
+        "new_group",
+        lambda ranks, **options: made.append((ranks, options)) or host,
+    )
+    group: Any = Group()
+    assert distributed._host_group(group) is distributed._host_group(group) is host
+    assert made == [([0, 3], {"backend": "gloo", "use_local_synchronization": True})]
+    known = len(distributed._host_groups)
+    del group
+    assert len(distributed._host_groups) == known - 1

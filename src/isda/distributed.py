@@ -5,9 +5,9 @@ against gathering statistics (156 MiB), and makes every rank's estimator equal t
 process.
 """
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ __all__ = [
 
 SKIP = -1  # target of a sample that the estimators leave out
 
+# weak: the threads of a group that is not freed can bring down a process as it ends
+_host_groups: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
 
 def world_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks, 1 without a process group."""
@@ -47,8 +50,10 @@ def agree(size: int, problem: int, group: dist.ProcessGroup | None) -> tuple[int
     """
     if world_size(group) == 1:
         return size, problem
+    group = group or dist.group.WORLD
+    assert group is not None
     answer = torch.tensor([size, problem])
-    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=_host_group(group or dist.group.WORLD))
+    dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=_host_group(group))
     size, problem = answer.tolist()
     return size, problem
 
@@ -136,12 +141,13 @@ class _ScatterSum(torch.autograd.Function):
         return rows, None
 
 
-@functools.cache
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The group itself if it can speak between CPUs, else a gloo group of the same ranks."""
     if torch.device("cpu") in group._device_types:
         return group
-    ranks = dist.get_process_group_ranks(group)
-    host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(host, dist.ProcessGroup)  # this rank is a member
-    return host
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(host, dist.ProcessGroup)  # this rank is a member
+        _host_groups[group] = host
+    return _host_groups[group]
