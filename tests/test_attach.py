@@ -222,6 +222,25 @@ def test_another_criterion_can_be_attached(model, images, target):
     torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits, target))
 
 
+class HalfLoss(ISDALoss):
+    """A kind of one's own, with its own forward."""
+
+    def forward(self, features, weight, target, *, bias=None, logits=None) -> Tensor:
+        return super().forward(features, weight, target, bias=bias, logits=logits) / 2
+
+
+@pytest.mark.parametrize("kind", [LargestFeature, HalfLoss])
+def test_another_criterion_looks_at_the_logits(kind, model, images, target):
+    loss = kind(model[-1].in_features, C, **options()) if kind is HalfLoss else kind()
+    criterion = attach(model, loss)
+    assert criterion(model(images), target).isfinite()
+    logits = model(images)
+    model(images + 1)
+    with pytest.raises(ValueError, match="logits of another batch"):  # noqa: PT012
+        criterion(logits, target)
+        criterion.check()  # a GPU tells later
+
+
 # The life of a model around it
 
 

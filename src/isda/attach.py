@@ -122,7 +122,7 @@ class AttachedLoss(nn.Module):
                 f"logits must have {len(weight)} classes, as the attached layer {head}, got "
                 f"{logits.shape[1]}; pass head= if the model ends in another layer"
             )
-        if isinstance(self.criterion, ISDALoss):
+        if type(self.criterion).forward is ISDALoss.forward:
             options["mismatch"] = self.mismatch  # it looks itself, in its graph if it has one
         else:
             features = require_origin(features, weight, bias, logits, self.mismatch)
