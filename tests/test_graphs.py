@@ -414,14 +414,29 @@ def test_one_criterion_for_two_models(device):
     attached = [isda.attach(model, criterion) for model in models]
     for seed in range(3):
         x = batch(device, seed)
-        assert attached[0](models[0](x.features), x.target).isfinite()
-    assert captured(criterion) == 1
+        for model, loss in zip(models, attached, strict=True):
+            assert loss(model(x.features), x.target).isfinite()
+    graphs = list(criterion._graphs._captured.values())
+    assert len(graphs) == 2
     logits = models[1](x.features)
     models[1](x.features + 5)
     assert attached[1](logits, x.target).isnan()
     assert not attached[0].mismatch
     with pytest.raises(ValueError, match="logits of another batch"):
         attached[1].check()
+    assert list(criterion._graphs._captured.values()) == graphs
+
+
+def test_a_forward_put_in_its_place(device):
+    criterion = pair(device)[1]
+    model = nn.Linear(A, C, device=device)
+    attached, forward = isda.attach(model, criterion), criterion.forward
+    criterion.forward = lambda *args, bias, logits: forward(*args, bias=bias, logits=logits) / 2
+    x = batch(device, 0)
+    assert attached(model(x.features), x.target).isfinite()
+    logits = model(x.features)
+    model(x.features + 5)
+    assert attached(logits, x.target).isnan()
 
 
 @pytest.mark.gpu

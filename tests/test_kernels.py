@@ -434,9 +434,10 @@ def test_interpreted_on_a_cpu():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+@pytest.fixture(params=[(90, 227 * 1024)], ids=["H100"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that were compiled, for a GPU that need not be here, and not run."""
+    capability, shared_memory = request.param
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
@@ -451,7 +452,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             name, value = parameter.name, values[parameter.name]
             if parameter.is_constexpr or (isinstance(value, int) and value == 1):  # as at a launch
                 signature[name] = "constexpr"
-                constants[place,] = {"interpreted": False, "early": True}.get(name, value)
+                here = {"interpreted": False, "early": capability >= 90}
+                constants[place,] = here.get(name, value)
                 continue
             kind = types[value.dtype] if isinstance(value, Tensor) else type(value).__name__
             signature[name] = {"int": "i32", "float": "fp32"}.get(kind, kind)
@@ -459,14 +461,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 attributes[place,] = [["tt.divisibility", 16]]
         source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
         settings = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
-        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=settings)
-        assert result.metadata.shared <= 227 * 1024  # of an H100
+        target = GPUTarget("cuda", capability, 32)
+        result = triton.compile(source, target=target, options=settings)
+        assert result.metadata.shared <= shared_memory
         names.append(kernel.fn.__name__)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", compile_call)
-    monkeypatch.setattr(
-        sys.modules["isda.kernels.products"], "_shared_memory", lambda _: 195 * 1024
-    )
+    products = sys.modules["isda.kernels.products"]
+    monkeypatch.setattr(products, "_shared_memory", lambda _: shared_memory - 32 * 1024)
     return names
 
 
@@ -496,6 +498,28 @@ def test_compiles_without_a_gpu(shape, precision, compiled):
         "_update_and_multiply", "_gather_rows", "_sum_rows", "_weight_gradient",
         "_class_statistics",
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("compiled", [(86, 99 * 1024)], ids=["RTX 3090"], indirect=True)
+@pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("num_classes", [100, 200])
+def test_little_shared_memory(num_classes, precision, compiled, monkeypatch):
+    """The fused kernel fits, and reads ahead."""
+    products = sys.modules["isda.kernels.products"]
+    kind, stages = type(products._update_and_multiply), []
+    compile_call = kind.run
+
+    def spy(kernel, *args, **options) -> None:
+        stages.append(options.get("num_stages"))
+        compile_call(kernel, *args, **options)
+
+    monkeypatch.setattr(kind, "run", spy)
+    covariance = torch.zeros(num_classes, 520, 528)[..., :520]
+    kernels.multiply(torch.zeros(num_classes, 520), torch.arange(8), covariance, precision)
+    assert compiled[-1] == "_update_and_multiply"
+    assert stages[-1] >= (2 if num_classes == 100 or precision == "medium" else 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")

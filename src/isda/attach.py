@@ -122,8 +122,8 @@ class AttachedLoss(nn.Module):
                 f"logits must have {len(weight)} classes, as the attached layer {head}, got "
                 f"{logits.shape[1]}; pass head= if the model ends in another layer"
             )
-        if type(self.criterion).forward is ISDALoss.forward:
-            options["mismatch"] = self.mismatch  # it looks itself, in its graph if it has one
+        if _has_graphs(self.criterion):
+            options["mismatch"] = self.mismatch  # looked for in the graph: fewer launches
         else:
             features = require_origin(features, weight, bias, logits, self.mismatch)
         loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
@@ -203,6 +203,11 @@ class _Capture:
 
     def __getstate__(self) -> dict[str, None]:
         return {"features": None}  # a copy or a pickle of the model starts empty
+
+
+def _has_graphs(criterion: nn.Module) -> bool:
+    plain = type(criterion).forward is ISDALoss.forward and "forward" not in vars(criterion)
+    return plain and bool(criterion.cuda_graph)
 
 
 def _is_linear(module: nn.Module) -> bool:

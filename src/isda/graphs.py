@@ -39,7 +39,12 @@ class Graphs:
         return Graphs, ()
 
     def __call__(
-        self, bound: Bound, problem: Tensor, state: Hashable, *inputs: Tensor | None
+        self,
+        bound: Bound,
+        problem: Tensor,
+        state: Hashable,
+        caller: Hashable,
+        *inputs: Tensor | None,
     ) -> Tensor:
         """What ``bound(*inputs)`` returns.
 
@@ -48,12 +53,14 @@ class Graphs:
                 ``problem``.
             problem: see ``isda.batch.tally``.
             state: all else that the graphs depend on; if it changes, they are dropped.
+            caller: what depends on the caller; each has graphs of its own.
             inputs: of the loss, the features first.
         """
         if state != self._state:
             self._state, self._captured = state, {}
             self._seen.clear()
-        kind = tuple(x if x is None else (x.shape, x.dtype, x.requires_grad) for x in inputs)
+        shapes = (x if x is None else (x.shape, x.dtype, x.requires_grad) for x in inputs)
+        kind = (caller, *shapes)
         if kind not in self._captured:
             # in a backward pass, a checkpoint computes the loss once more: as it did before
             if kind not in self._seen or len(self._captured) == _KINDS or in_backward():

@@ -185,8 +185,9 @@ class ISDALoss(nn.Module):
             if self.cuda_graph and self._is_capturable(*inputs, progress):
                 if progress is not None and not isinstance(progress, Tensor):
                     progress = torch.full((), float(progress), device=features.device)
-                fixed = self._fixed_in_graphs(mismatch)
-                return self._graphs(run, self.problem, fixed, *inputs, progress)
+                flag = None if mismatch is None else mismatch.data_ptr()
+                fixed = self._fixed_in_graphs()
+                return self._graphs(run, self.problem, fixed, flag, *inputs, progress)
             return run(*inputs, progress)
 
     def check(self) -> None:
@@ -290,12 +291,11 @@ class ISDALoss(nn.Module):
             and can_capture(tensors)
         )
 
-    def _fixed_in_graphs(self, mismatch: Tensor | None) -> Hashable:
+    def _fixed_in_graphs(self) -> Hashable:
         """What a graph of the loss holds beside its inputs: options, and where the state lies."""
         options = (self.lambda_0, self.total_steps, self.ramp, self.reduction, self.ignore_index)
         others = (self.estimator.decay, getattr(self.estimator, "precision", None))
-        state = (x.data_ptr() for x in (mismatch, *self.buffers()) if x is not None)
-        return *options, *others, mismatch is None, *state
+        return *options, *others, *(buffer.data_ptr() for buffer in self.buffers())
 
     def _collect(self, features: Tensor, target: Tensor) -> tuple[Tensor, Tensor, slice | None]:
         """Features and class indices of all ranks, and where those of this rank are among them.

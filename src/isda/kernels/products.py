@@ -243,10 +243,13 @@ def _launch_fused(
     centred, high, low = _split_weight(weight, classes_block)
     stride, width = layout(covariance)
     # copies of single numbers are slow, and with one tile there is nothing to read ahead
+    room = _shared_memory(covariance.device)
+    column = 4 * tiles.rows + (4 if precise else 2) * classes_block  # bytes
     if width % 16 or num_features <= _COLUMNS:
         tiles = tiles._replace(columns=_COLUMNS, ahead=1)
-    tile = tiles.columns * (4 * tiles.rows + (4 if precise else 2) * classes_block)  # bytes
-    stages = min(tiles.ahead, _shared_memory(covariance.device) // tile)
+    elif 2 * column * tiles.columns > room:
+        tiles = tiles._replace(columns=32)
+    stages = min(tiles.ahead, room // (column * tiles.columns))
     _update_and_multiply[(blocks(num_features, tiles.rows), len(found.classes))](
         covariance,
         found.share if count is None else count,
@@ -286,8 +289,8 @@ def _launch_fused(
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes to read ahead into; the rest is for the tiles that are being multiplied."""
-    if device.type != "cuda":
-        return 0
+    if device.type != "cuda":  # interpreted, as on a large GPU
+        return 2**20
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 32 * 1024
 
 
