@@ -231,7 +231,8 @@ class HalfLoss(ISDALoss):
 
 @pytest.mark.parametrize("kind", [LargestFeature, HalfLoss])
 def test_another_criterion_looks_at_the_logits(kind, model, images, target):
-    loss = kind(model[-1].in_features, C, **options()) if kind is HalfLoss else kind()
+    graphed = {**options(), "cuda_graph": True}
+    loss = kind(model[-1].in_features, C, **graphed) if kind is HalfLoss else kind()
     criterion = attach(model, loss)
     assert criterion(model(images), target).isfinite()
     logits = model(images)

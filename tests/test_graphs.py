@@ -416,15 +416,15 @@ def test_one_criterion_for_two_models(device):
         x = batch(device, seed)
         for model, loss in zip(models, attached, strict=True):
             assert loss(model(x.features), x.target).isfinite()
-    graphs = list(criterion._graphs._captured.values())
-    assert len(graphs) == 2
+    both = list(criterion._graphs._captured.values())
+    assert len(both) == 2
     logits = models[1](x.features)
     models[1](x.features + 5)
     assert attached[1](logits, x.target).isnan()
     assert not attached[0].mismatch
     with pytest.raises(ValueError, match="logits of another batch"):
         attached[1].check()
-    assert list(criterion._graphs._captured.values()) == graphs
+    assert list(criterion._graphs._captured.values()) == both
 
 
 def test_a_forward_put_in_its_place(device):

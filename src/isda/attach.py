@@ -206,6 +206,7 @@ class _Capture:
 
 
 def _has_graphs(criterion: nn.Module) -> bool:
+    """Whether it is an ISDALoss that captures graphs, with no forward but its own."""
     plain = type(criterion).forward is ISDALoss.forward and "forward" not in vars(criterion)
     return plain and bool(criterion.cuda_graph)
 

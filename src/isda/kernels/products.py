@@ -242,12 +242,12 @@ def _launch_fused(
     classes_block = max(16, power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
     stride, width = layout(covariance)
-    # copies of single numbers are slow, and with one tile there is nothing to read ahead
     room = _shared_memory(covariance.device)
     column = 4 * tiles.rows + (4 if precise else 2) * classes_block  # bytes
+    # copies of single numbers are slow, and with one tile there is nothing to read ahead
     if width % 16 or num_features <= _COLUMNS:
         tiles = tiles._replace(columns=_COLUMNS, ahead=1)
-    elif 2 * column * tiles.columns > room:
+    elif 2 * column * tiles.columns > room:  # narrower ones, that two may fit
         tiles = tiles._replace(columns=32)
     stages = min(tiles.ahead, room // (column * tiles.columns))
     _update_and_multiply[(blocks(num_features, tiles.rows), len(found.classes))](
