@@ -6,7 +6,8 @@ reads one half of a symmetric covariance. Every piece is timed with the kernels 
 :mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in a CUDA graph
 of several batches. Cross entropy, torch's own, is the yardstick of the loss: both are given logits
 in bfloat16. "eager" is the line of a training script, in float32 and with the last layer: a
-criterion attached to it, plain and with ``cuda_graph=True`` ("graphed"), cross entropy, and with
+criterion attached to it, plain and through ``torch.compile(mode="reduce-overhead")`` ("compiled"),
+which makes CUDA graphs of it, cross entropy, and with
 ``--peer`` your local copies of the authors' files. On a CPU, where there are no kernels, the calls
 are timed plainly.
 
@@ -19,7 +20,6 @@ import csv
 import dataclasses
 import gc
 import math
-import os
 import statistics
 import sys
 import time
@@ -42,7 +42,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import isda
-from isda import kernels
+from isda import ops
+from isda.covariance import update_and_quadratic
 from isda.experiments.runs import environment
 
 __all__ = ["Row", "copy_bandwidth", "draw", "floor_bytes", "main", "markdown", "measure"]
@@ -67,8 +68,8 @@ SHAPES: tuple[Shape, ...] = (
     (256, 1000, 2048, "full"),
 )
 FLOORED = ("update", "quadratic", "update and quadratic")  # pieces that have a floor
-GRAPHED = "loss, graphed"
-EAGER = ("loss, eager", GRAPHED, "cross entropy, eager")
+COMPILED = "loss, compiled"
+EAGER = ("loss, eager", COMPILED, "cross entropy, eager")
 PIECES = (*FLOORED, "quadratic backward", "loss", "cross entropy", *EAGER)
 COLOURS = {"kernels": "#2a6f97", "functional form": "#e07a5f"}
 BATCHES = 8  # different ones, taken in turn
@@ -210,7 +211,7 @@ def _losses_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> l
         "loss": ("loss", "kernels"),
         "cross entropy": ("cross entropy", "functional form"),
         "loss, eager": ("loss, eager", "kernels"),
-        "loss, graphed": (GRAPHED, "kernels"),
+        "loss, compiled": (COMPILED, "kernels"),
         "cross entropy, eager": ("cross entropy, eager", "functional form"),
         "functional form, eager": ("loss, eager", "functional form"),
         "authors' file, eager": ("loss, eager", "authors' file"),
@@ -315,12 +316,12 @@ def _cases(options: argparse.Namespace, peers: Collection[str]) -> Iterator[Row]
     device = torch.cuda.get_device_name(options.device) if gpu else options.device
     commit = environment(options.device)["commit"] or ""
     with _kernels(True):
-        usable = kernels.usable(torch.empty(0, device=options.device))
+        usable = ops.uses_triton(torch.empty(0, device=options.device))
     for n, c, a, structure in options.shapes:
         precision = options.precision if structure == "full" else ""
         for piece in options.pieces:
             forms = ["kernels"] * (not piece.startswith("cross entropy"))
-            forms += ["functional form"] * (piece != GRAPHED)
+            forms += ["functional form"] * (piece != COMPILED)
             forms += ["authors' file"] * (piece == "loss, eager" and structure in peers)
             for form in forms:
                 row = Row(device, torch.__version__, piece, form, n, c, a, structure, precision)
@@ -373,11 +374,11 @@ def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Cal
     for x, y in batches:
         estimator.update(x, y)
     if row.piece.startswith("loss"):
-        ours = isda.ISDALoss(
-            row.A, row.C, total_steps=2, covariance=estimator, cuda_graph=row.piece == GRAPHED
-        )
+        ours = isda.ISDALoss(row.A, row.C, total_steps=2, covariance=estimator)
         if row.piece in EAGER:
-            attached = isda.attach(head, ours)
+            attached: Loss = isda.attach(head, ours)
+            if row.piece == COMPILED:
+                attached = torch.compile(attached, mode="reduce-overhead")
             return [partial(_line_of_script, attached, head, _leaf(x), y) for x, y in batches]
         return [
             partial(_loss, ours, x, head.weight, y, _leaf(head(x).bfloat16())) for x, y in batches
@@ -388,7 +389,7 @@ def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Cal
     if row.piece == "quadratic":
         return [partial(estimator.quadratic, weight, y) for _, y in batches]
     if row.piece == "update and quadratic":
-        return [partial(estimator.update_and_quadratic, x, y, weight, y) for x, y in batches]
+        return [partial(update_and_quadratic, estimator, x, y, weight) for x, y in batches]
     results = [estimator.quadratic(head.weight, y) for _, y in batches]
     backward = partial(torch.autograd.grad, grad_outputs=gradient, retain_graph=True)
     return [partial(backward, result, head.weight) for result in results]
@@ -469,15 +470,12 @@ def _side_stream(device: str) -> AbstractContextManager[object]:
 @contextmanager
 def _kernels(on: bool) -> Iterator[None]:
     """Turn the kernels on or off for a while."""
-    before = os.environ.get("ISDA_TRITON")
-    os.environ["ISDA_TRITON"] = str(int(on))
+    before = ops._ENABLED
+    ops._ENABLED = on and before
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["ISDA_TRITON"]
-        else:
-            os.environ["ISDA_TRITON"] = before
+        ops._ENABLED = before
 
 
 def _append(path: Path, row: Row) -> None:
@@ -502,7 +500,7 @@ def _cell(row: Row | None) -> str:
     if row is None or row.microseconds is None:
         return row.note if row else ""
     # what a graph holds is not seen
-    known = row.extra_mebibytes is not None and row.piece != GRAPHED
+    known = row.extra_mebibytes is not None and row.piece != COMPILED
     memory = f", {three_digits(row.extra_mebibytes)} MiB" if known else ""
     return f"{three_digits(row.microseconds)} µs{memory}{row.note and f' ({row.note})'}"
 

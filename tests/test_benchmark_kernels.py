@@ -2,7 +2,6 @@
 
 import csv
 import importlib.util
-import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from test_benchmark_loss import PEER
 
 import isda
+from isda import ops
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kernels.py"
 PIECES = ["update", "quadratic", "update and quadratic", "quadratic backward", "loss"]
@@ -47,7 +47,7 @@ def test_every_piece_is_measured(
     expected = [(piece, form) for piece in PIECES for form in ("kernels", "functional form")]
     expected.append(("cross entropy", "functional form"))
     expected += [("loss, eager", "kernels"), ("loss, eager", "functional form")]
-    expected.append(("loss, graphed", "kernels"))
+    expected.append(("loss, compiled", "kernels"))
     expected.append(("cross entropy, eager", "functional form"))
     assert [(row["piece"], row["form"]) for row in rows] == 2 * expected
     lines = [line for line in capsys.readouterr().out.splitlines() if "GB/s" not in line]
@@ -113,20 +113,17 @@ def test_kernels_are_turned_on_and_off(
     update = isda.DiagonalCovariance.update
 
     def spy(self: isda.DiagonalCovariance, *batch: torch.Tensor) -> None:
-        seen.add(os.environ["ISDA_TRITON"])
+        seen.add(ops._ENABLED)
         update(self, *batch)
 
     monkeypatch.setattr(isda.DiagonalCovariance, "update", spy)
-    for before in ("0", "1", None):
-        if before is None:
-            monkeypatch.delenv("ISDA_TRITON")
-        else:
-            monkeypatch.setenv("ISDA_TRITON", before)
-        for form, setting in (("kernels", "1"), ("functional form", "0")):
+    for before in (False, True):
+        monkeypatch.setattr(ops, "_ENABLED", before)
+        for form, setting in (("kernels", before), ("functional form", False)):
             seen.clear()
             benchmark.measure(create_row(benchmark, "loss", form), "cpu", repeat=1)
             assert seen == {setting}
-            assert os.environ.get("ISDA_TRITON") == before
+            assert ops._ENABLED is before
 
 
 def test_time_is_that_of_one_call(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +133,11 @@ def test_time_is_that_of_one_call(benchmark: ModuleType, monkeypatch: pytest.Mon
     assert 3000 <= row.microseconds < 20000  # eight calls take 24,000
 
 
-@pytest.mark.parametrize("piece", ["loss, eager", "loss, graphed", "cross entropy, eager"])
+@pytest.mark.parametrize("piece", ["loss, eager", "loss, compiled", "cross entropy, eager"])
 def test_eager_is_the_line_of_a_script(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch, piece: str
 ) -> None:
-    heads, attached = [], []
+    heads, attached, compiled = [], [], []
     forward, loss = torch.nn.Linear.forward, isda.AttachedLoss.forward
 
     def spy_head(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -149,15 +146,21 @@ def test_eager_is_the_line_of_a_script(
 
     def spy_loss(self: isda.AttachedLoss, *batch: torch.Tensor) -> torch.Tensor:
         assert isinstance(self.criterion, isda.ISDALoss)
-        attached.append(self.criterion.cuda_graph)
+        attached.append(self.criterion)
         return loss(self, *batch)
+
+    def spy_compile(criterion: isda.AttachedLoss, *, mode: str) -> isda.AttachedLoss:
+        compiled.append(mode)
+        return criterion
 
     monkeypatch.setattr(torch.nn.Linear, "forward", spy_head)
     monkeypatch.setattr(isda.AttachedLoss, "forward", spy_loss)
+    monkeypatch.setattr(torch, "compile", spy_compile)
     benchmark.measure(create_row(benchmark, piece), "cpu", repeat=1)
     assert len(heads) > benchmark.EAGER_STEPS
     assert all(heads)
-    assert attached == [piece == "loss, graphed"] * (len(heads) * piece.startswith("loss"))
+    assert len(attached) == len(heads) * piece.startswith("loss")
+    assert compiled == ["reduce-overhead"] * (piece == "loss, compiled")
 
 
 def test_bandwidth_counts_both_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,10 +180,10 @@ def test_other_errors_are_raised(benchmark: ModuleType, monkeypatch: pytest.Monk
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(isda.DiagonalCovariance, "update", fail)
-    monkeypatch.setenv("ISDA_TRITON", "0")
+    before = ops._ENABLED
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        benchmark.measure(create_row(benchmark, "update"), "cpu", repeat=1)
-    assert os.environ["ISDA_TRITON"] == "0"
+        benchmark.measure(create_row(benchmark, "update", "functional form"), "cpu", repeat=1)
+    assert ops._ENABLED is before
 
 
 def test_table_sets_the_forms_side_by_side(benchmark: ModuleType) -> None:

@@ -17,7 +17,7 @@ from isda import (
     IdentityCovariance,
     SharedCovariance,
     functional,
-    kernels,
+    ops,
 )
 
 WITH_STATE = [FullCovariance, DiagonalCovariance, SharedCovariance]
@@ -101,7 +101,7 @@ def test_quadratic_uses_the_statistics(kind, device):
     found = estimator.quadratic(x.weight, x.target)
     # float32: a sum of 25 terms, each up to the largest value; the kernels' products have errors of
     # 2⁻¹⁶ in both factors
-    error = 2**-15 if kernels.usable(found) and kind is FullCovariance else 2e-6
+    error = 2**-15 if ops.uses_triton(found) and kind is FullCovariance else 2e-6
     torch.testing.assert_close(
         found.double().cpu(), expected, rtol=0, atol=error * expected.max().item()
     )

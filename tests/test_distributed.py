@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import isda
 from isda import distributed
 
-pytestmark = pytest.mark.ddp
+pytestmark = [pytest.mark.ddp, pytest.mark.xdist_group("distributed")]  # worlds start once
 
 STRUCTURES = ["full", "diagonal", "shared", "identity"]
 SPLITS = {  # samples of each rank, in each of two steps
@@ -262,9 +262,9 @@ def test_compiled_step(ranks):
 def test_broadcast_of_rows_with_room_between_them(monkeypatch):
     """Padded covariances: NCCL takes tensors without gaps alone."""
 
-    def broadcast(tensor: Tensor, source: int, group: Any = None) -> None:
+    def broadcast(tensor: Tensor, group: Any = None, group_src: int = 0) -> None:
         assert tensor.is_contiguous()
-        tensor.fill_(source + 7)
+        tensor.fill_(group_src + 7)
 
     monkeypatch.setattr(distributed, "world_size", lambda group: 2)
     monkeypatch.setattr(distributed.dist, "broadcast", broadcast)

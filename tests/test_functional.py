@@ -7,7 +7,6 @@ either sign that are added to a value of that size.
 
 import functools
 import re
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -16,11 +15,9 @@ import torch
 from reference import draw
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from isda import functional
 from isda.functional import Moments
-from isda.operators import operator
 
 SHAPES = [(7, 13, 5), (1, 3, 4), (0, 3, 4), (23, 3, 6), (5, 2, 1)]  # (N, C, A)
 SINGLE = 2e-5
@@ -210,12 +207,49 @@ def test_quadratic_gradient(shape, structure, device):
     assert torch.autograd.gradcheck(quadratic, leaf(x.weight), nondet_tol=1e-10)
 
 
-def test_covariance_gets_no_gradient(device):
-    x = draw(7, 4, 5, device=device)
-    weight, covariance = leaf(x.weight, x.covariance)
-    functional.full_quadratic(weight, x.target, covariance).sum().backward()
-    assert weight.grad is not None
-    assert covariance.grad is None
+@pytest.mark.parametrize("structure", ["full", "diagonal", "shared"])
+def test_covariance_has_first_and_second_derivatives(structure, device):
+    """As for one who learns the covariance, or differentiates through a step."""
+    x = draw(4, 3, 2, device=device)
+    covariance = {
+        "full": x.covariance,
+        "diagonal": x.covariance[:, 0].abs(),
+        "shared": x.covariance[0],
+    }[structure]
+    function = getattr(functional, f"{structure}_quadratic")
+    inputs = leaf(x.weight, covariance)
+
+    def quadratic(weight: Tensor, covariance: Tensor) -> Tensor:
+        return function(weight, x.target, covariance)
+
+    assert torch.autograd.gradcheck(quadratic, inputs)
+    assert torch.autograd.gradgradcheck(quadratic, inputs)
+
+
+@shapes
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+def test_covariance_index(shape, structure, device):
+    """Margins relative to the target, covariance of another class."""
+    x = draw(*shape, device=device)
+    samples, classes, _ = shape
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.randint(classes, (samples,), generator=generator).to(device)
+    found = library(structure, x.covariance)(x.weight, x.target, covariance_index=chosen)
+    each = torch.stack(matrices(structure, x.covariance))
+    margin = (x.weight - x.weight[x.target][:, None]).double().cpu()
+    expected = torch.einsum("nja,nab,njb->nj", margin, each[chosen.cpu()], margin)
+    close(found, expected)
+
+
+def test_one_covariance_for_each_sample(device):
+    x, other = draw(7, 4, 3, device=device), draw(3, 7, 3, device=device)
+    (covariance,) = leaf(other.covariance)  # (7, 3, 3)
+    index = torch.arange(7, device=device)
+    found = functional.full_quadratic(x.weight, x.target, covariance, covariance_index=index)
+    margin = x.weight - x.weight[x.target][:, None]
+    close(found, torch.einsum("nja,nab,njb->nj", margin, covariance, margin).cpu())
+    found.sum().backward()
+    assert covariance.grad.abs().sum() > 0
 
 
 @structures
@@ -235,31 +269,6 @@ def test_quadratic_of_weights_with_a_common_offset(structure, device):
     naive = scale @ weight.square().T - 2 * own @ weight.T + own.square().sum(-1, keepdim=True)
     exact = reference.quadratic(weight, x.target, reference.identity_matrices(weight))
     assert (naive.cpu() - exact).abs().max() / exact.abs().max() > 1e-5  # the data can tell
-
-
-def test_absent_classes_cost_nothing(device):
-    """Their covariances are not even read: NaN in them does no harm and stays where it was."""
-    x = draw(7, 13, 5, dtype=torch.float32, device=device)
-    present = torch.zeros(13, dtype=torch.bool)
-    present[x.target.cpu()] = True
-    absent = (~present).to(device)
-    count = torch.full((13,), 3, device=device)
-    covariance = x.covariance.clone()
-    covariance[absent] = torch.nan
-    mean = torch.zeros(13, 5, device=device)
-    found = functional.update_moments(Moments(count, mean, covariance), x.features, x.target)
-    assert found.covariance[~absent].isfinite().all()
-    bits = [tensor[absent].view(torch.int32) for tensor in (found.covariance, covariance)]
-    assert torch.equal(*bits)
-    assert not torch.equal(found.covariance[~absent], covariance[~absent])
-    if device.type != "cpu":
-        return  # a GPU takes P = min(N, C) classes, present or not, to keep the shapes static
-    for target in (x.target, x.target.repeat(3)):  # N < C and N > C
-        (weight,) = leaf(x.weight)
-        value = functional.full_quadratic(weight, target, covariance)
-        value.sum().backward()
-        assert value.isfinite().all()
-        assert weight.grad.isfinite().all()
 
 
 # Eq. 4: the loss
@@ -429,6 +438,63 @@ def test_cross_entropy_is_that_of_torch(reduction, kind, device):
     close(found, F.cross_entropy(logits, target, **options).cpu(), tolerance=1e-14)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("kind", ["index", "soft", "ignore"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_class_weights_and_smoothing_are_those_of_torch(
+    weighted, smoothing, kind, reduction, device
+):
+    """At λ = 0 the ISDA loss is torch's cross entropy with the same options."""
+    x = draw(7, 13, 5, device=device)
+    target = as_kind(x.target, 13, kind, torch.float64)
+    class_weight = torch.rand(13, dtype=torch.float64, device=device) if weighted else None
+    options = {"label_smoothing": smoothing, "reduction": reduction}
+    if kind == "ignore":
+        options["ignore_index"] = -100
+    logits = F.linear(x.features, x.weight, x.bias)
+    expected = F.cross_entropy(logits, target, weight=class_weight, **options)
+    for found in (
+        functional.cross_entropy(logits, target, class_weight=class_weight, **options),
+        functional.isda_loss(
+            x.features, x.weight, target, library("full", x.covariance), strength=0.0,
+            bias=x.bias, class_weight=class_weight, **options,
+        ),
+    ):  # fmt: skip
+        torch.testing.assert_close(found, expected)
+
+
+def test_smoothed_loss_bounds_the_monte_carlo_loss(device):
+    """E of the smoothed cross entropy under draws with the covariance of the target."""
+    x = draw(5, 4, 3, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    draws = functional.sample(
+        x.features, x.target, x.covariance, strength=0.5, num_samples=20_000, generator=generator
+    )
+    logits = F.linear(draws, x.weight, x.bias)  # (M, N, C)
+    explicit = torch.stack(
+        [F.cross_entropy(z, x.target, reduction="none", label_smoothing=0.2) for z in logits[:4000]]
+    ).mean(0)
+    bound, plain = (
+        functional.isda_loss(
+            x.features, x.weight, x.target, library("full", x.covariance), strength=strength,
+            bias=x.bias, label_smoothing=0.2, reduction="none",
+        )
+        for strength in (0.5, 0.0)
+    )  # fmt: skip
+    error = 4 * logits.std() / 4000**0.5  # four standard errors
+    assert (plain <= explicit + error).all()
+    assert (explicit <= bound + error).all()
+
+
+def test_no_strength_with_an_overflowing_quadratic_is_cross_entropy(device):
+    logits = torch.randn(3, 4, device=device)
+    target = torch.tensor([0, 1, 2], device=device)
+    quadratic = torch.full((3, 4), torch.inf, device=device)
+    found = functional.isda_cross_entropy(logits, target, quadratic, strength=0.0)
+    torch.testing.assert_close(found, F.cross_entropy(logits, target))
+
+
 def test_mean_over_no_sample_is_zero(device):
     logits = torch.randn(3, 4, device=device, requires_grad=True)
     for rows, target in ((logits[:0], []), (logits, [-100, -100, -100])):
@@ -585,87 +651,6 @@ def test_cross_entropy_below_monte_carlo_below_bound(diagonal, device):
 # Memory
 
 
-class Shapes(TorchDispatchMode):
-    """Shapes of all tensors that are made, inside the library's own operators, too."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.seen: set[tuple[int, ...]] = set()
-        key = torch._C.DispatchKey.CUDA if device.type == "cuda" else torch._C.DispatchKey.CPU
-        self.keys = torch._C.DispatchKeySet(key)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "isda":
-            with self:
-                output = func.redispatch(self.keys, *args, **(kwargs or {}))
-        else:
-            output = func(*args, **(kwargs or {}))
-        for tensor in output if isinstance(output, tuple | list) else (output,):
-            if isinstance(tensor, Tensor):
-                self.seen.add(tuple(sorted(tensor.shape)))
-        return output
-
-
-@structures
-@pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize("shape", [(37, 19, 11), (19, 37, 11)], ids=["N>C", "N<C"])
-def test_no_large_intermediate(structure, soft, shape, device):
-    samples, classes, width = shape
-    x = draw(*shape, dtype=torch.float32, device=device)
-    target = as_kind(x.target, classes, "soft" if soft else "index", torch.float32)
-    inputs = leaf(x.features, x.weight, x.bias)
-    quadratic = library(structure, x.covariance)
-    with Shapes(device) as shapes:
-        functional.isda_loss(
-            inputs[0], inputs[1], target, quadratic, strength=0.4, bias=inputs[2]
-        ).backward()
-        if structure in ("full", "diagonal"):
-            moments = Moments(
-                torch.zeros(classes, dtype=torch.int64, device=device),
-                torch.zeros_like(x.weight),
-                x.covariance if structure == "full" else torch.zeros_like(x.weight),
-            )
-            functional.update_moments(moments, x.features, x.target)
-    forbidden = {(samples, classes, width), (samples, width, width), (samples, classes, classes)}
-    if structure == "full" and samples < classes and not soft:
-        forbidden.remove((samples, classes, width))  # here it is (P, C, A), P = min(N, C) classes
-        if device.type == "cuda":
-            forbidden.remove((samples, width, width))  # the classes' covariances side by side
-    assert tuple(sorted((samples, classes))) in shapes.seen  # the logits: the recorder works
-    assert not {tuple(sorted(shape)) for shape in forbidden} & shapes.seen
-
-
-def test_backward_keeps_one_product(device):
-    """Of size (P, C, A) there is the saved product alone: no zeros for its missing gradient."""
-    if device.type != "cpu":
-        pytest.skip("the kernels hold two tables (P, C), which here is more than (N, C)")
-    x = draw(37, 19, 11, dtype=torch.float32, device=device)
-    (weight,) = leaf(x.weight)
-    value = functional.full_quadratic(weight, x.target, x.covariance)
-    with Shapes(device) as shapes:
-        value.sum().backward()
-    assert max((torch.Size(shape).numel() for shape in shapes.seen), default=0) <= 37 * 19
-
-
-@pytest.mark.parametrize("form", ["full", "diagonal"])
-def test_second_derivatives_are_refused(form: str) -> None:
-    """They would be wrong, for the products of the first ones are kept as they are."""
-    x = reference.draw(7, 5, 4)
-    weight = x.weight.clone().requires_grad_()
-    if form == "full":
-        value = functional.full_quadratic(weight, x.target, x.covariance)
-    else:
-        value = functional.diagonal_quadratic(weight, x.target, x.covariance[:, 0].abs())
-    for total in (value.square().sum(), value.sum() + weight.pow(3).sum()):
-        (gradient,) = torch.autograd.grad(total, weight, create_graph=True, retain_graph=True)
-        (expected,) = torch.autograd.grad(total, weight, retain_graph=True)
-        assert torch.equal(gradient, expected)
-        with pytest.raises(RuntimeError, match="can be differentiated once"):
-            gradient.sum().backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="can be differentiated once"):
-            torch.autograd.grad(gradient.square().sum(), weight)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_sample_has_the_dtype_of_the_features(diagonal, dtype, device):
@@ -697,36 +682,6 @@ def test_soft_loss_of_bfloat16_logits(device):
         for each in (logits, logits.float())
     ]  # fmt: skip
     assert torch.equal(*losses)
-
-
-def _square(x: Tensor) -> Tensor:
-    return x.square()
-
-
-def _square_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return 2 * x * grad
-
-
-def test_a_kept_result_does_not_keep_its_inputs() -> None:
-    """After backward() an operator has let go of what it saved, and refuses second derivatives."""
-    square = operator(
-        "isda_test::square",
-        _square,
-        torch.empty_like,
-        save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-        backward=operator("isda_test::square_backward", _square_backward, torch.empty_like),
-        gradient=lambda ctx, backward, grad: (backward(grad, *ctx.saved_tensors),),
-    )
-    (leaves,) = leaf(torch.arange(3.0))
-    x = leaves * 1
-    kept, alive = square(x), weakref.ref(x)
-    (gradient,) = torch.autograd.grad(kept.sum(), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="can be differentiated once"):
-        torch.autograd.grad(gradient.sum(), leaves)
-    del gradient, x
-    kept.sum().backward()
-    assert leaves.grad.tolist() == [0, 2, 4]
-    assert alive() is None
 
 
 def test_sample_errors(device):
@@ -772,9 +727,3 @@ def test_soft_loss_of_logits_with_an_offset(device):
         ).backward()  # fmt: skip
         gradients.append(logits.grad)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=1e-6)
-
-
-def test_one_dtype() -> None:
-    x = reference.draw(7, 5, 4)
-    with pytest.raises(ValueError, match="weight and covariance must have one dtype"):
-        functional.full_quadratic(x.weight.float(), x.target, x.covariance)

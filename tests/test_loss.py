@@ -501,7 +501,7 @@ def bad_arguments(x: Inputs) -> list[tuple[dict, str]]:
         ({"bias": x.bias[1:]}, f"bias must have shape ({C},), got ({C - 1},)"),
         (
             {"logits": x.weight},
-            f"logits must have shape ({N}, {C}) for features ({N}, {A}), got ({C}, {A})",
+            f"logits for features of shape ({N}, {A}) must have shape ({N}, {C}), got ({C}, {A})",
         ),
         ({"target": x.target[1:]}, f"class indices must have shape ({N},), got ({N - 1},)"),
         ({"target": x.target[:, None]}, f"class indices must have shape ({N},), got ({N}, 1)"),

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import isda
 from isda import FullCovariance, ISDALoss, ShardedCovariance, distributed
 
+pytestmark = pytest.mark.xdist_group("sharded")  # the worlds are started once
+
 SPLITS = {  # samples of each rank, in each of three steps
     "even": {2: [(4, 4)] * 3, 3: [(3, 3, 3)] * 3},
     "uneven": {2: [(5, 2), (1, 6), (3, 4)], 3: [(5, 1, 3), (2, 6, 1), (1, 2, 4)]},
@@ -125,6 +127,14 @@ def quadratic_alone(rank: int, world: int) -> dict[str, Tensor]:
     return {"rows": rows.detach(), "weight": weight.grad}
 
 
+def statistics_of_classes() -> list[tuple[Tensor, Tensor]]:
+    """Mean and covariance of every class, wherever it is held."""
+    inputs = reference.draw(40, 5, A, dtype=torch.float32)
+    estimator = ShardedCovariance(A, 5)
+    estimator.update(inputs.features, inputs.target)
+    return [(estimator.class_mean(c), estimator.class_covariance(c)) for c in range(5)]
+
+
 def message_of(error: type[Exception], function: Any, *args: Any, **options: Any) -> str:
     try:
         function(*args, **options)
@@ -203,17 +213,15 @@ def refusals(rank: int, world: int) -> dict[str, str]:
     """Messages about arguments that do not fit several ranks."""
     estimator = ShardedCovariance(A, 5)
     alone = dist.new_group([0])
-    features, index, weight = torch.randn(2 * world + 1, A), torch.zeros(2 * world + 1).long(), 1.0
-    part = torch.zeros(3).long()
-    call = estimator.update_and_quadratic
+    weight, part = torch.zeros(5, A), torch.zeros(3).long()
     return {
         "synchronize": message_of(
             ValueError, ISDALoss, A, 5, covariance=estimator, synchronize=False
         ),
         "group": message_of(ValueError, ISDALoss, A, 5, covariance=estimator, process_group=alone),
         "outside": message_of(ValueError, ShardedCovariance, A, 5, process_group=alone),
-        "uneven": message_of(ValueError, call, features, index, weight, part[:2]),
-        "long": message_of(ValueError, call, features[1:], index[1:], weight, part),
+        "index": message_of(ValueError, estimator.quadratic, weight, part, part),
+        "grow": message_of(ValueError, estimator.grow, 6),
         "repr": str(estimator),
     }
 
@@ -245,6 +253,7 @@ def work(rank: int, world: int, folder: str) -> None:
         )
     results["samples"] = losses_of_samples(rank, world)
     results["quadratic"] = quadratic_alone(rank, world)
+    results["classes"] = statistics_of_classes()
     results["resume"] = resume(rank, world, folder)
     results["deferred"] = deferred_bad_batch(rank, world)
     results["refusals"] = refusals(rank, world)
@@ -337,6 +346,16 @@ def test_quadratic_of_other_targets_on_every_rank(ranks):
 
 
 @pytest.mark.ddp
+def test_every_rank_can_read_the_statistics_of_every_class(ranks):
+    inputs = reference.draw(40, 5, A)
+    _, mean, covariance = reference.class_moments(inputs.features, inputs.target, 5)
+    for record in ranks:
+        for found, *expected in zip(record["classes"], mean, covariance, strict=True):
+            for left, right in zip(found, expected, strict=True):
+                close_to_reference(left, right)
+
+
+@pytest.mark.ddp
 def test_each_rank_resumes_from_its_own_checkpoint(ranks):
     for record in ranks:
         first, second = record["resume"]["losses"]
@@ -392,11 +411,10 @@ def test_what_does_not_fit_several_ranks_is_refused(ranks):
             "synchronize must be True for a ShardedCovariance, got False"
         )
         assert "process_group must have the ranks of the ShardedCovariance" in messages["group"]
-        outside = "process_group must have this rank, got a group of other ranks"
+        outside = "process_group must contain this rank"
         assert messages["outside"] == ("" if rank == 0 else outside)
-        expected = f"index must be of all {world} ranks, as many of each and at least"
-        assert f"{expected} len(target)=2, got {2 * world + 1} in all" in messages["uneven"]
-        assert f"{expected} len(target)=3, got {2 * world} in all" in messages["long"]
+        assert "covariance_index is not supported" in messages["index"]
+        assert "grow is not supported" in messages["grow"]
         assert f"rank {rank} of {world}, classes [" in messages["repr"]
 
 
@@ -430,10 +448,12 @@ def test_blocks_of_classes(shard, classes, world):
 @pytest.mark.parametrize("width", [5, 70])
 def test_sum_of_ranks_played_by_one_process(shard, monkeypatch, device, classes, world, width):
     """Every rank's part, added by hand: the same code on every device."""
-    monkeypatch.setattr(distributed, "scatter_sum", lambda rows, group: rows)
     size = 7
     inputs = reference.draw(size * world, classes, width, dtype=torch.float32, device=device)
     index = torch.where(torch.arange(size * world, device=device) % 5 == 3, -1, inputs.target)
+    monkeypatch.setattr(distributed, "agree", lambda size, problem, group: (size, problem))
+    monkeypatch.setattr(distributed, "gather_target", lambda target, group, size: index)
+    monkeypatch.setattr(distributed._ScatterSum, "apply", lambda rows, group: rows)
     coefficient = torch.linspace(-1, 1, size, device=device)[:, None]
     outputs = []
     for estimators in (
@@ -445,8 +465,8 @@ def test_sum_of_ranks_played_by_one_process(shard, monkeypatch, device, classes,
             estimator.to(device).update(inputs.features + 1, index)
             gap = -width % 16 if device.type == "cuda" else 0  # rows at multiples of 64 bytes
             assert estimator.covariance.stride(1) == width + gap
-            rows = estimator.update_and_quadratic(inputs.features, index, weight, index[:size])
-            rows = torch.where(index[:size, None] >= 0, rows, 0.0)
+            estimator.update(inputs.features, index)
+            rows = estimator.quadratic(weight, index[:size])
             (rows * coefficient).sum().backward()
             total = total + rows.detach().cpu()
         state = [

@@ -10,18 +10,20 @@ from isda.attach import AttachedLoss, attach
 from isda.covariance import (
     Covariance,
     DiagonalCovariance,
+    Estimator,
     FullCovariance,
     IdentityCovariance,
     SharedCovariance,
 )
+from isda.distributed import ShardedCovariance
 from isda.functional import monte_carlo_loss, sample
 from isda.loss import ISDALoss
-from isda.sharded import ShardedCovariance
 
 __all__ = [
     "AttachedLoss",
     "Covariance",
     "DiagonalCovariance",
+    "Estimator",
     "FullCovariance",
     "ISDALoss",
     "IdentityCovariance",

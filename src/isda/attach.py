@@ -1,19 +1,20 @@
-"""The one-line change: ``criterion = isda.attach(model, …)`` in place of ``nn.CrossEntropyLoss()``.
+"""The one-line change: ``criterion = isda.attach(model, …)`` instead of ``nn.CrossEntropyLoss()``.
 
-A forward pre-hook on the final linear layer captures its input; the criterion that comes back is
-called as before, with logits and target.
+A forward pre-hook on the final linear layer captures its input, so that the criterion is called as
+before, with logits and target.
 """
 
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from isda import functional
-from isda.batch import MISMATCH, require_origin
+from isda import checks, ops
+from isda.covariance import Estimator
+from isda.functional.losses import Reduction, flatten
 from isda.loss import ISDALoss
-from isda.operators import in_backward
 
 __all__ = ["AttachedLoss", "attach", "find_head"]
 
@@ -23,47 +24,87 @@ def attach(
     criterion: nn.Module | None = None,
     *,
     head: nn.Module | None = None,
-    **options: Any,
+    lambda_0: float = 0.5,
+    total_steps: int | None = None,
+    covariance: str | Estimator = "full",
+    decay: float = 1.0,
+    ramp: Literal["linear", "constant"] = "linear",
+    weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    frozen: bool = False,
+    synchronize: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> "AttachedLoss":
-    r"""Make a criterion called with ``(logits, target)`` that knows the features of the model.
+    r"""Create a criterion called with ``(logits, target)`` that knows the features of the model.
 
     The model keeps its parameters, its output and its checkpoints; it gets one forward pre-hook.
-    Put it in front of or behind ``DistributedDataParallel`` and before the first call of a compiled
-    model.
+    Call this before or after wrapping the model in ``DistributedDataParallel``, and before the
+    first call of a compiled model.
 
     Args:
-        model: a classifier whose last layer is linear.
+        model: a classifier that ends in a linear layer.
         criterion: a loss called as ``criterion(features, weight, target, bias=bias,
-            logits=logits)``; None for an :class:`isda.ISDALoss` made from ``options``.
+            logits=logits)``; None for an :class:`isda.ISDALoss` with the options below.
         head: the final ``nn.Linear`` (or 1×1 ``nn.Conv2d`` for dense prediction), if it cannot be
-            found.
-        options: of :class:`isda.ISDALoss`, such as ``lambda_0``, ``total_steps`` and
-            ``covariance``.
+            found automatically.
+        lambda_0: this and all other options: see :class:`isda.ISDALoss`.
+        total_steps: number of steps of the whole training.
+        covariance: structure of the covariances, or an estimator.
+        decay: weight of old samples.
+        ramp: "linear" or "constant".
+        weight: weight of each class.
+        label_smoothing: share of the target that is spread over all classes.
+        ignore_index: class index of samples that do not count.
+        reduction: "mean", "sum" or "none".
+        frozen: use the statistics without updating them.
+        synchronize: gather the features of all ranks.
+        process_group: the ranks that train one model.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         >>> criterion = attach(model, lambda_0=0.5, total_steps=100)
         >>> loss = criterion(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0]))
     """
+    options: dict[str, Any] = {
+        "lambda_0": lambda_0,
+        "total_steps": total_steps,
+        "covariance": covariance,
+        "decay": decay,
+        "ramp": ramp,
+        "weight": weight,
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "frozen": frozen,
+        "synchronize": synchronize,
+        "process_group": process_group,
+    }
     head = find_head(model) if head is None else head
     if not any(head is module for module in model.modules()):
         raise ValueError(f"head must be a module of the model, got {head}")
     if not _is_linear(head):
         raise ValueError(f"head must be an nn.Linear or a 1×1 nn.Conv2d, got {head}")
-    weight: Tensor = head.weight  # type: ignore[assignment]
     if criterion is None:
-        criterion = ISDALoss(weight.shape[1], weight.shape[0], **options)
-    elif options:
-        raise ValueError(f"options go with ISDALoss, got {sorted(options)} beside a criterion")
+        head_weight: Tensor = head.weight  # type: ignore[assignment]
+        criterion = ISDALoss(head_weight.shape[1], head_weight.shape[0], **options)
+    else:
+        defaults: dict[str, Any] = attach.__kwdefaults__  # type: ignore[assignment]
+        changed = [name for name, value in options.items() if value is not defaults[name]]
+        if changed:
+            raise ValueError(
+                f"options must be set on the criterion, got {', '.join(changed)} beside one"
+            )
     return AttachedLoss(head, criterion)
 
 
 class AttachedLoss(nn.Module):
-    """A criterion called with ``(logits, target)``, bound to the final linear layer of a model.
+    """A criterion called with ``(logits, target)`` for the final linear layer of a model.
 
     It follows the mode of the model: after ``model.eval()`` or ``criterion.eval()`` it is ordinary
-    cross entropy. What was captured is used once; a call without it raises. The hook goes with the
-    criterion, or by ``remove()``.
+    cross entropy. Each captured batch is used once; a call without one raises. The hook is removed
+    with the criterion, or by ``remove()``.
     """
 
     mismatch: Tensor
@@ -73,101 +114,132 @@ class AttachedLoss(nn.Module):
         self.criterion = criterion
         self.register_buffer("mismatch", torch.zeros((), dtype=torch.bool), persistent=False)
         self._capture = _Capture()
-        self._head = (head,)  # in a tuple: the head stays the model's alone
+        self._head = (head,)  # a tuple, so that the head is no submodule of the criterion
         self._handle = head.register_forward_pre_hook(self._capture, with_kwargs=True)
-        self._watch()
+        self._remove_hook_with_criterion()
         self.to(head.weight.device)  # type: ignore[arg-type]
 
     def forward(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
-        """Loss of the batch that the model saw last; options such as ``progress`` are passed on."""
+        """Loss of the last batch of the model.
+
+        Args:
+            logits: output of the model.
+            target: class indices or class probabilities.
+            options: passed on to the criterion, such as ``progress``.
+        """
         (head,) = self._head
         if not isinstance(logits, Tensor):
             raise ValueError(
-                f"logits must be a tensor, got {type(logits).__name__}; such an output may have "
-                "them as .logits"
+                f"logits must be a tensor, got {type(logits).__name__}; the output of a "
+                "Hugging Face model has them as .logits"
             )
         features, self._capture.features = self._capture.features, None
         if not (self.training and head.training):
-            return functional.cross_entropy(
+            return ops.cross_entropy(
                 logits,
                 target,
+                class_weight=getattr(self.criterion, "weight", None),
+                label_smoothing=getattr(self.criterion, "label_smoothing", 0.0),
                 ignore_index=getattr(self.criterion, "ignore_index", -100),
                 reduction=getattr(self.criterion, "reduction", "mean"),
             )
-        if features is None and in_backward():
-            raise ValueError("the criterion must be called outside of what a checkpoint repeats")
         if features is None:
             raise ValueError(
-                "logits must come from a pass of the attached model in training mode, one pass for "
-                "each call; got a call with no pass before it"
+                "the criterion must be called outside of a checkpointed function"
+                if _in_backward()
+                else "logits must come from a forward pass of the attached model in training mode, "
+                "one pass for each call of the criterion; there was no pass before this call"
             )
         if self.mismatch.device != features.device:
-            self.to(features.device)  # the model was moved after it was attached
+            self.to(features.device)  # the model was moved after attach
         weight: Tensor = head.weight.flatten(1)  # type: ignore[operator]
         bias: Tensor | None = head.bias  # type: ignore[assignment]
         soft = target.is_floating_point()
         positions = target.shape[:1] + target.shape[2:] if soft else target.shape
         if isinstance(head, nn.Linear) and features.dim() > 2:  # tokens: (N, L, A)
-            features, logits = features.flatten(0, -2), functional.flatten(logits)
-            target = functional.flatten(target) if soft else target.flatten()
-        elif features.shape[2:] == (1, 1) and logits.dim() == 2:  # pooled, and flattened behind it
+            features, logits = features.flatten(0, -2), flatten(logits)
+            target = flatten(target) if soft else target.flatten()
+        elif features.shape[2:] == (1, 1) and logits.dim() == 2:  # flattened after the head
             features = features.flatten(1)
         if len(logits) != len(features):
             raise ValueError(
-                f"logits must be of the batch that the model saw last, {len(features)} samples, "
+                f"logits must be of the last batch of the model, {len(features)} samples, "
                 f"got {len(logits)}"
             )
         if logits.shape[1] != len(weight):
             raise ValueError(
-                f"logits must have {len(weight)} classes, as the attached layer {head}, got "
+                f"logits must have {len(weight)} classes, like the attached layer {head}, got "
                 f"{logits.shape[1]}; pass head= if the model ends in another layer"
             )
-        if _has_graphs(self.criterion):
-            options["mismatch"] = self.mismatch  # looked for in the graph: fewer launches
-        else:
-            features = require_origin(features, weight, bias, logits, self.mismatch)
+        features = self._require_match(features, weight, bias, logits)
         loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
         return loss.view(positions) if loss.dim() == 1 else loss
 
     def check(self) -> None:
-        """Raise the error of a bad batch that a GPU saw since the last look (waits for it)."""
+        """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
         mismatch = bool(self.mismatch)
         self.mismatch.zero_()
         try:
             if hasattr(self.criterion, "check"):
                 self.criterion.check()  # type: ignore[operator]
         except ValueError:
-            if not mismatch:  # else it tells of the NaN that took the place of the features
+            if not mismatch:  # which replaced the features by NaN
                 raise
         if mismatch:
-            raise ValueError(MISMATCH)
+            raise ValueError(checks.MISMATCH)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """State of the criterion; looks for bad batches first."""
+        """State of the criterion; calls :meth:`check` first."""
         self.check()
         return super().state_dict(*args, **kwargs)
 
     def remove(self) -> None:
-        """Take the hook off the model."""
+        """Remove the hook from the model."""
         self._handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._watch()
+        self._remove_hook_with_criterion()
 
-    def _watch(self) -> None:
-        """Take the hook off the model when the criterion is gone."""
+    def _remove_hook_with_criterion(self) -> None:
         weakref.finalize(self, self._handle.remove).atexit = False
+
+    def _require_match(
+        self, features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor
+    ) -> Tensor:
+        """The features, if the logits are computed from them; else an error.
+
+        On a CPU up to 1024 samples are compared. On a GPU, and when compiled, it is the first
+        sample and 64 classes; the error is kept in ``mismatch``, and NaN features keep the batch
+        out of the statistics.
+        """
+        at_once = checks.known_on_host(features)
+        samples, step, classes = (None, len(features) // 1024 + 1, None) if at_once else (1, 1, 64)
+        with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+            some, outputs = features[:samples:step], logits[:samples:step]
+            if features.dim() > 2:
+                some, outputs = flatten(some)[:samples], flatten(outputs)[:samples]
+            differ = checks.logits_differ(
+                some,
+                weight[:classes],
+                None if bias is None else bias[:classes],
+                outputs[:, :classes],
+            )
+        if at_once:
+            if differ:
+                raise ValueError(checks.MISMATCH)
+            return features
+        self.mismatch.logical_or_(differ)
+        return torch.where(differ, torch.nan, features)
 
 
 def find_head(model: nn.Module) -> nn.Linear:
     """Final linear layer of a classifier: timm's ``get_classifier()``, else the last ``nn.Linear``.
 
     A second layer with as many outputs, such as an auxiliary classifier, makes the answer
-    ambiguous.
+    ambiguous and raises.
     """
     inner: Any = getattr(model, "module", model)
-    inner = getattr(inner, "_orig_mod", inner)
     if callable(getattr(inner, "get_classifier", None)):
         classifier = inner.get_classifier()
         if isinstance(classifier, nn.Linear):
@@ -175,7 +247,7 @@ def find_head(model: nn.Module) -> nn.Linear:
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     if not linear:
         raise ValueError(
-            f"model must have a final nn.Linear layer, found none in {type(inner).__name__}; "
+            f"model must end in an nn.Linear layer, found none in {type(inner).__name__}; "
             "pass head= if its last layer is a 1×1 convolution"
         )
     last = list(linear.values())[-1]
@@ -197,18 +269,17 @@ class _Capture:
     def __call__(
         self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
     ) -> None:
-        if in_backward():
-            return  # where a checkpoint computes it once more
+        if _in_backward():
+            return  # gradient checkpointing recomputes the forward pass
         self.features = (*inputs, *named.values())[0] if module.training else None
 
     def __getstate__(self) -> dict[str, None]:
         return {"features": None}  # a copy or a pickle of the model starts empty
 
 
-def _has_graphs(criterion: nn.Module) -> bool:
-    """Whether it is an ISDALoss that captures graphs, with no forward but its own."""
-    plain = type(criterion).forward is ISDALoss.forward and "forward" not in vars(criterion)
-    return plain and bool(criterion.cuda_graph)
+def _in_backward() -> bool:
+    """Whether a backward pass is running."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -1,38 +1,82 @@
 """Online estimates of the feature covariance (Appendix A), in the structures of Table 5.
 
-An estimator has two methods: ``update(features, target)`` merges a batch into its buffers, and
-``quadratic(weight, target)`` gives the variance of every logit margin. Anything that has both can
-be handed to :class:`isda.ISDALoss`.
+:class:`Estimator` is what :class:`isda.ISDALoss` needs: ``update`` merges a batch into the
+statistics, ``quadratic`` gives the variance of every logit margin.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from isda import functional, kernels, per_class
-from isda.functional import Moments, Precision
-from isda.per_class import update_full_op
+from isda import functional, ops
+from isda.functional import Moments
 
 __all__ = [
     "COVARIANCES",
     "Covariance",
     "DiagonalCovariance",
+    "Estimator",
     "FullCovariance",
     "IdentityCovariance",
     "SharedCovariance",
+    "update_and_quadratic",
 ]
+
+Precision = Literal["high", "medium"]
+
+
+@runtime_checkable
+class Estimator(Protocol):
+    """Anything with these two methods can be passed as ``covariance=``.
+
+    A covariance that is learned or that belongs to a sample gets its gradient through the tensor
+    that ``quadratic`` returns. A ``quadratic`` that also takes ``covariance_index`` supports that
+    argument of :class:`isda.ISDALoss`.
+    """
+
+    def update(self, features: Tensor, target: Tensor) -> None:
+        """Merge a batch into the statistics; skip samples with a negative target.
+
+        Shape:
+            features (N, A), target (N,).
+        """
+
+    def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
+        """Variance of every logit margin (the exponent of Eq. 4).
+
+        Shape:
+            weight (C, A), target (N,); output (N, C).
+        """
+
+
+def update_and_quadratic(
+    estimator: Estimator, features: Tensor, target: Tensor, weight: Tensor
+) -> Tensor:
+    """Merge a batch, then give its quadratic term; rows of negative targets are undefined.
+
+    Shape:
+        features (N, A), target (N,), weight (C, A); output (N, C).
+    """
+    if type(estimator) is FullCovariance:  # a subclass may define either method anew
+        moments = estimator.moments
+        return ops.update_and_quadratic(
+            moments, features, target, weight.float(), estimator.decay, estimator.precision
+        )
+    estimator.update(features, target)
+    return estimator.quadratic(weight, target.clamp(min=0))
 
 
 class Covariance(nn.Module):
-    """Base of the estimators: buffers that stay float32, refused when they come in another shape.
+    """Base class of the estimators: buffers that stay float32 and keep their shape.
 
     Args:
         num_features: number A of features.
         num_classes: number C of classes.
-        decay: below 1, a batch with m samples of a class weighs at least ``1 - decay**m`` in that
-            class, so that old samples fade; 1 weighs all samples alike, as the paper does.
+        decay: below 1, a batch with m samples of a class weighs at least ``1 - decay**m`` in the
+            statistics of that class, so that old samples fade. 1 weighs all samples equally, as in
+            the paper.
     """
 
     def __init__(self, num_features: int, num_classes: int, *, decay: float = 1.0) -> None:
@@ -48,45 +92,57 @@ class Covariance(nn.Module):
         self.decay = decay
 
     def update(self, features: Tensor, target: Tensor) -> None:
-        """Merge a batch into the statistics; samples with a negative target are left out.
-
-        Shape:
-            features (N, A), target (N,).
-        """
+        """See :meth:`Estimator.update`."""
         raise TypeError(f"{type(self).__name__} must define update(features, target)")
 
-    def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
+    def quadratic(
+        self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
+    ) -> Tensor:
         """Variance of every logit margin (the exponent of Eq. 4).
 
+        Args:
+            weight: rows of the final linear layer.
+            target: class indices in ``[0, C)``.
+            covariance_index: class whose covariance each sample uses, if not that of its target.
+
         Shape:
-            weight (C, A), target (N,); output (N, C).
+            weight (C, A), target (N,), covariance_index (N,); output (N, C).
         """
         raise TypeError(f"{type(self).__name__} must define quadratic(weight, target)")
 
-    def update_and_quadratic(
-        self, features: Tensor, index: Tensor, weight: Tensor, target: Tensor
-    ) -> Tensor:
-        """Merge a batch, then the variance of every logit margin.
-
-        Args:
-            features: of the batch.
-            index: class indices of the batch; negative ones are left out.
-            weight: rows of the final linear layer.
-            target: class indices of the samples to give the variances for: ``index``, or, where
-                ranks have gathered their batches, some of them.
+    def class_mean(self, index: int) -> Tensor:
+        """Mean of the features of a class so far, whatever the structure.
 
         Shape:
-            features (N, A), index (N,), weight (C, A), target (N',); output (N', C), in which the
-            rows of negative targets mean nothing.
+            output (A,), float32.
         """
-        self.update(features, index)
-        return self.quadratic(weight, target.clamp(min=0))
+        raise TypeError(f"{type(self).__name__} keeps no mean of each class")
+
+    def class_covariance(self, index: int) -> Tensor:
+        """Covariance matrix that a class is augmented with, whatever the structure.
+
+        Shape:
+            output (A, A), float32.
+        """
+        raise TypeError(f"{type(self).__name__} must define class_covariance(index)")
+
+    def grow(self, num_classes: int) -> None:
+        """Make room for more classes; the statistics of the present ones are kept.
+
+        Args:
+            num_classes: new number of classes. The new ones come last and start empty.
+        """
+        if num_classes < self.num_classes:
+            raise ValueError(
+                f"num_classes must be >= {self.num_classes}, the present number, got {num_classes}"
+            )
+        self.num_classes = num_classes
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, {self.num_classes}, decay={self.decay}"
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise ValueError if a checkpoint is of another estimator or has another shape."""
+        """Raise ValueError if a checkpoint is of another estimator or another shape."""
         expected = self.state_dict()
         found = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
         if found != expected.keys():
@@ -103,6 +159,14 @@ class Covariance(nn.Module):
                     f"got {shape}"
                 )
 
+    def _register_moments(self, *shape: int, covariance: str, square: bool) -> None:
+        """Buffers ``count``, ``mean`` and the covariance, with the shape of the former."""
+        width = self.num_features
+        self.register_buffer("count", torch.zeros(shape, dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(*shape, width, dtype=torch.float32))
+        spread = (width, width) if square else (width,)
+        self.register_buffer(covariance, torch.zeros(*shape, *spread, dtype=torch.float32))
+
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
@@ -110,7 +174,7 @@ class Covariance(nn.Module):
             self.check_state(state_dict, prefix)
         dtypes = {name: buffer.dtype for name, buffer in self.named_buffers(recurse=False)}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        for name, dtype in dtypes.items():  # with assign=True they are those of the checkpoint
+        for name, dtype in dtypes.items():  # assign=True takes the dtype of the checkpoint
             setattr(self, name, getattr(self, name).to(dtype))
 
     def _require_features(self, features: Tensor) -> None:
@@ -120,29 +184,58 @@ class Covariance(nn.Module):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Covariance":
-        def keep_dtype(tensor: Tensor) -> Tensor:  # .half() and .double() move nothing but devices
+        def keep_dtype(tensor: Tensor) -> Tensor:  # .half() and .double() change no statistics
             device = fn(tensor.new_empty(0)).device
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
         return super()._apply(keep_dtype, recurse)
 
 
-class FullCovariance(Covariance):
-    """One covariance matrix for every class: the paper's method on CIFAR.
+class _ClassCovariance(Covariance):
+    """Count, mean and covariance of each class."""
+
+    count: Tensor
+    mean: Tensor
+    _spread: str  # name of the third buffer
+
+    @property
+    def moments(self) -> Moments:
+        """Count, mean and covariance (or variances) of each class: the buffers themselves."""
+        return Moments(self.count, self.mean, getattr(self, self._spread))
+
+    @torch.no_grad()
+    def update(self, features: Tensor, target: Tensor) -> None:
+        """See :func:`isda.functional.update_moments`, here in place."""
+        self._require_features(features)
+        ops.update_(list(self.moments), features, target, self.decay)
+
+    def class_mean(self, index: int) -> Tensor:
+        return self.mean[index].clone()
+
+    def grow(self, num_classes: int) -> None:
+        old = self.num_classes
+        super().grow(num_classes)
+        for name, buffer in self.named_buffers(recurse=False):
+            grown = buffer.new_zeros(num_classes, *buffer.shape[1:])
+            grown[:old] = buffer
+            setattr(self, name, grown)
+
+
+class FullCovariance(_ClassCovariance):
+    """One covariance matrix for each class: the paper's method on CIFAR.
 
     Args:
         num_features: number A of features.
         num_classes: number C of classes.
         decay: see :class:`Covariance`.
-        precision: of the products (W − w_c) Σ_c on CUDA, in the words of torch's
-            ``set_float32_matmul_precision``: "high" takes each number for the sum of two bfloat16
-            (error 2⁻¹⁶), "medium" for one (error 2⁻⁸), which is faster with many classes. Sums and
-            statistics are float32 either way; on a CPU so are the products.
+        precision: of the products (W − w_c) Σ_c on CUDA, as in
+            ``torch.set_float32_matmul_precision``: "high" splits every float32 into two bfloat16
+            (relative error 2⁻¹⁶), "medium" rounds it to one (2⁻⁸), which is faster with many
+            classes. Sums and statistics are float32 in both, and so is everything on a CPU.
     """
 
-    count: Tensor
-    mean: Tensor
     covariance: Tensor
+    _spread = "covariance"
 
     def __init__(
         self,
@@ -155,78 +248,62 @@ class FullCovariance(Covariance):
         super().__init__(num_features, num_classes, decay=decay)
         if precision not in get_args(Precision):
             raise ValueError(f"precision must be 'high' or 'medium', got {precision!r}")
-        self.precision: Precision = precision
-        self.register_buffer("count", torch.zeros(num_classes, dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(num_classes, num_features, dtype=torch.float32))
-        covariance = torch.zeros(num_classes, num_features, num_features, dtype=torch.float32)
-        self.register_buffer("covariance", _align(covariance))
+        self.precision = precision
+        self._register_moments(num_classes, covariance="covariance", square=True)
+        self.covariance = _align(self.covariance)
+
+    def quadratic(
+        self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`isda.functional.full_quadratic`."""
+        if covariance_index is None:
+            return ops.full_quadratic(weight.float(), target, self.covariance, self.precision)
+        with torch.autocast(weight.device.type, enabled=False):
+            return functional.full_quadratic(
+                weight.float(), target, self.covariance, covariance_index=covariance_index
+            )
+
+    def class_covariance(self, index: int) -> Tensor:
+        return self.covariance[index].clone()
+
+    def grow(self, num_classes: int) -> None:
+        super().grow(num_classes)
+        self.covariance = _align(self.covariance)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, precision={self.precision!r}"
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.covariance = _align(self.covariance)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullCovariance":
         super()._apply(fn, recurse)
         self.covariance = _align(self.covariance)
         return self
 
-    @torch.no_grad()
-    def update(self, features: Tensor, target: Tensor) -> None:
-        """See :func:`isda.functional.update_moments`, here in place."""
-        self._require_features(features)
-        update_full_op(self.count, self.mean, self.covariance, features, target, self.decay, 0)
 
-    def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
-        """See :func:`isda.functional.full_quadratic`."""
-        return functional.full_quadratic(
-            weight.float(), target, self.covariance, precision=self.precision
-        )
+class DiagonalCovariance(_ClassCovariance):
+    """The variances of each class only: the paper's method on ImageNet."""
 
-    def update_and_quadratic(
-        self, features: Tensor, index: Tensor, weight: Tensor, target: Tensor
-    ) -> Tensor:
-        """One pass over the covariances on CUDA; see :meth:`Covariance.update_and_quadratic`."""
-        return per_class.update_and_quadratic(
-            self.count,
-            self.mean,
-            self.covariance,
-            features,
-            index,
-            weight.float(),
-            target,
-            decay=self.decay,
-            precision=self.precision,
-            first_class=0,
-        )
-
-
-class DiagonalCovariance(Covariance):
-    """The variances of every class alone: the paper's method on ImageNet."""
-
-    count: Tensor
-    mean: Tensor
     variance: Tensor
+    _spread = "variance"
 
     def __init__(self, num_features: int, num_classes: int, *, decay: float = 1.0) -> None:
         super().__init__(num_features, num_classes, decay=decay)
-        self.register_buffer("count", torch.zeros(num_classes, dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(num_classes, num_features, dtype=torch.float32))
-        self.register_buffer(
-            "variance", torch.zeros(num_classes, num_features, dtype=torch.float32)
-        )
+        self._register_moments(num_classes, covariance="variance", square=False)
 
-    @torch.no_grad()
-    def update(self, features: Tensor, target: Tensor) -> None:
-        """See :func:`isda.functional.update_moments`."""
-        self._require_features(features)
-        if kernels.usable(self.variance):
-            per_class.update_variances_op(
-                self.count, self.mean, self.variance, features, target, self.decay
-            )
-            return
-        state = Moments(self.count, self.mean, self.variance)
-        _copy(state, functional.update_moments(state, features.float(), target, decay=self.decay))
-
-    def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
+    def quadratic(
+        self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
+    ) -> Tensor:
         """See :func:`isda.functional.diagonal_quadratic`."""
         with torch.autocast(weight.device.type, enabled=False):
-            return functional.diagonal_quadratic(weight.float(), target, self.variance)
+            return functional.diagonal_quadratic(
+                weight.float(), target, self.variance, covariance_index=covariance_index
+            )
+
+    def class_covariance(self, index: int) -> Tensor:
+        return self.variance[index].diag()
 
 
 class SharedCovariance(Covariance):
@@ -238,15 +315,11 @@ class SharedCovariance(Covariance):
 
     def __init__(self, num_features: int, num_classes: int, *, decay: float = 1.0) -> None:
         super().__init__(num_features, num_classes, decay=decay)
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(num_features, dtype=torch.float32))
-        self.register_buffer(
-            "covariance", torch.zeros(num_features, num_features, dtype=torch.float32)
-        )
+        self._register_moments(covariance="covariance", square=True)
 
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
-        """Merge a batch as if it were of one class."""
+        """Merge a batch as if all samples were of one class."""
         self._require_features(features)
         counted = (target >= 0)[:, None]  # (N, 1)
         features = torch.where(counted, features.float(), 0.0)
@@ -257,26 +330,38 @@ class SharedCovariance(Covariance):
         with torch.autocast(features.device.type, enabled=False):
             covariance = centred.T @ centred / number
         batch = Moments(count[None], mean[None], covariance[None])
-        state = Moments(self.count[None], self.mean[None], self.covariance[None])
-        _copy(state, functional.merge_moments(state, batch, decay=self.decay))
+        state = Moments(*(buffer[None] for buffer in self.buffers(recurse=False)))
+        merged = functional.merge_moments(state, batch, decay=self.decay)
+        for buffer, value in zip(state, merged, strict=True):
+            buffer.copy_(value)
 
-    def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
-        """See :func:`isda.functional.shared_quadratic`."""
+    def quadratic(
+        self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`isda.functional.shared_quadratic`; the index makes no difference."""
         with torch.autocast(weight.device.type, enabled=False):
-            # a copy: autograd keeps it, and the next batch is merged into the buffer
+            # a copy: autograd saves it, and the next update changes the buffer in place
             return functional.shared_quadratic(weight.float(), target, self.covariance.clone())
+
+    def class_covariance(self, index: int) -> Tensor:
+        return self.covariance.clone()
 
 
 class IdentityCovariance(Covariance):
-    """The identity matrix for every class (Table 5): nothing is estimated."""
+    """The identity matrix for each class (Table 5): nothing is estimated."""
 
     def update(self, features: Tensor, target: Tensor) -> None:
         """Do nothing: there are no statistics."""
 
-    def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
-        """See :func:`isda.functional.identity_quadratic`."""
+    def quadratic(
+        self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
+    ) -> Tensor:
+        """See :func:`isda.functional.identity_quadratic`; the index makes no difference."""
         with torch.autocast(weight.device.type, enabled=False):
             return functional.identity_quadratic(weight.float(), target)
+
+    def class_covariance(self, index: int) -> Tensor:
+        return torch.eye(self.num_features)
 
 
 COVARIANCES: dict[str, type[Covariance]] = {
@@ -288,15 +373,10 @@ COVARIANCES: dict[str, type[Covariance]] = {
 
 
 def _align(covariance: Tensor) -> Tensor:
-    """On CUDA, begin every row at a multiple of 64 bytes: one reads them whole, not one by one."""
+    """On CUDA, pad rows to a multiple of 64 bytes, so that the kernels use vector loads."""
     number, width, _ = covariance.shape
     if not (covariance.is_cuda and width % 16 and covariance.stride(1) == width):
         return covariance
     room = covariance.new_zeros(number, width, width + -width % 16)
     room[..., :width] = covariance
     return room[..., :width]
-
-
-def _copy(buffers: Moments, moments: Moments) -> None:
-    for buffer, tensor in zip(buffers, moments, strict=True):
-        buffer.copy_(tensor)

@@ -1,72 +1,38 @@
-"""Triton kernels for CUDA, chosen automatically, with the results of the plain forms.
+"""The implementations of the operators in ``isda/ops.py``.
 
-================  ==================================================================================
-``batch``         which samples count, whether all are sound, and whether logits are theirs
-``statistics``    class statistics of a batch (Eq. 9, 10 for variances, 11)
-``covariances``   update of full covariances (Eq. 10)
-``products``      products of Eq. 4 with full covariances, fused with their update
-``rows``          quadratic term of the samples, gradient of the weights (Eq. 13)
-``bound``         shifted logits and cross entropy (Eq. 4), forward and backward
-================  ==================================================================================
+``cpu`` is plain torch with loops over the classes of the batch, and runs on any device. ``cuda``
+collects the Triton kernels, one file each:
 
-Nothing waits for the host, no result depends on an order that changes from run to run (there are no
-atomic additions), and absent classes cost one exit: a whole step can be captured in a CUDA graph.
-The environment variable ``ISDA_TRITON=0`` turns all kernels off.
+=====================  =============================================================================
+``screening``          which samples count, and whether all are valid
+``class_statistics``   count, mean and variance of the classes of a batch (Eq. 9, 10, 11)
+``covariance_update``  update of full covariances (Eq. 10)
+``products``           products (W − w_c) Σ_c of Eq. 4, fused with the update
+``weight_gradient``    quadratic term of each sample, and the gradient of the weights (Eq. 13)
+``cross_entropy``      shifted logits and cross entropy (Eq. 4), forward and backward
+=====================  =============================================================================
+
+No kernel synchronises with the host, none uses atomic additions (results are deterministic), and
+absent classes exit at once, so a whole training step can be captured in a CUDA graph.
 """
 
-import functools
-import os
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-try:
-    import triton
-except ImportError:  # a build of torch without Triton
-    triton = None
+__all__ = ["ProductTensors", "Products"]
 
-__all__ = ["usable"]
-
-if triton is not None:
-    from isda.kernels.batch import differs, screen, tally
-    from isda.kernels.bound import bound, bound_backward
-    from isda.kernels.covariances import update
-    from isda.kernels.products import empty_products, multiply, update_and_multiply
-    from isda.kernels.rows import gather_rows, weight_gradient
-    from isda.kernels.statistics import update_variances
-
-    __all__ += [
-        "bound",
-        "bound_backward",
-        "differs",
-        "empty_products",
-        "gather_rows",
-        "multiply",
-        "screen",
-        "tally",
-        "update",
-        "update_and_multiply",
-        "update_variances",
-        "weight_gradient",
-    ]
+ProductTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # Products for torch.library
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether the kernels can run on this tensor: on NVIDIA GPUs that multiply in bfloat16."""
-    return (
-        tensor.is_cuda
-        and tensor.dtype != torch.float64
-        and triton is not None
-        and torch.version.hip is None
-        and _switched_on(tensor.device.index)
-    )
+class Products(NamedTuple):
+    """The products of Eq. 4 for the classes of a batch: all that loss and gradient need.
 
+    Each class of the batch has a slot; there are P = min(N, C) slots.
+    """
 
-@torch.compiler.assume_constant_result
-def _switched_on(device: int) -> bool:
-    return os.environ.get("ISDA_TRITON", "1") != "0" and _capability(device) >= (8, 0)
-
-
-@functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    partial: Tensor  # (P, B, C) quadratic term of each slot as B summands
+    product: Tensor  # (P, C, A) = (W − w_c) Σ_c of each slot, or W Σ_c if own is not empty
+    own: Tensor  # (P, A) = w_c Σ_c, or (0, A)
+    slot: Tensor  # (C,) slot of each class, −1 for absent ones
+    classes: Tensor  # (P,) class in each slot, −1 in unused ones

@@ -1,17 +1,18 @@
-"""Products of Eq. 4 with the full covariances of the classes of a batch, fused with their update.
+"""Products (W − w_c) Σ_c of Eq. 4 for the classes of a batch, fused with the update of Σ_c.
 
-With at most 256 classes, one kernel does both: a program holds a block of rows of one Σ_c and walks
-along the columns; every tile is read once, merged with the batch (Eq. 10), written once, and
-multiplied with the weights of all classes while it is at hand. (If classes have many samples each,
-it is merged by the kernel of the update before.) With more, the products are what takes time: the
-update leaves copies in bfloat16, of some classes at a time, and cuBLAS multiplies these.
+Up to 256 classes, one kernel does both. A program holds a block of rows of one Σ_c and iterates
+over the columns. Every tile is read once, merged with the batch (Eq. 10), written once, and
+multiplied with the weights of all classes while it is in registers. (Classes with many samples are
+merged by the kernel of the update first.) With more classes the products dominate: the update
+leaves copies in bfloat16, some classes at a time, which cuBLAS multiplies.
 
-Products run on tensor cores in bfloat16: with precision "high" each number is the sum of two
-(relative error of a product about 2⁻¹⁶), with "medium" it is one (2⁻⁸); they are summed in float32
-and with "medium" kept in bfloat16. Statistics are float32 throughout.
+Products run on tensor cores in bfloat16. With precision "high" each float32 is the sum of two
+(relative error of a product about 2⁻¹⁶), with "medium" it is rounded to one (2⁻⁸). They are
+accumulated in float32 and, with "medium", kept in bfloat16. Statistics are float32 throughout.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,87 +20,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.covariances import (
-    address_rows,
-    has_rows,
+from isda.kernels import Products
+from isda.kernels.class_statistics import Classes, class_statistics
+from isda.kernels.covariance_update import (
+    has_regular_rows,
     launch_update,
-    layout,
     merge_rows,
-    require_rows,
+    require_regular_rows,
+    row_layout,
+    row_pointers,
 )
-from isda.kernels.launch import blocks, early, enter, leave, power_of_2, round_up
-from isda.kernels.statistics import Classes, class_statistics
+from isda.kernels.launch import batched_matmul, blocks, power_of_2, round_up
 
-__all__ = [
-    "Products",
-    "empty_products",
-    "multiply",
-    "update_and_multiply",
-]
+__all__ = ["empty_products", "multiply", "update_and_multiply_"]
 
 _CLASSES = 256  # most classes that the fused kernel takes
-_COLUMNS = 64  # of a covariance, most in a tile of the fused kernel
-_COPIED = 2**28  # numbers of the covariances of many classes that are copied at a time
-_BATCH_ROWS = 4  # of a class, that the fused kernel merges as it goes along
+_COLUMNS = 64  # most columns of a covariance in a tile of the fused kernel
+_COPIED = 2**28  # elements of covariances that are copied at a time, with many classes
+_BATCH_ROWS = 4  # rows of a class that the fused kernel merges on the way
 
 
-class Products(NamedTuple):
-    """What is left of the covariances of a batch: all that the loss and its gradient need."""
-
-    partial: Tensor  # (P, B, C) quadratic term of each slot, in parts that are to be summed
-    product: Tensor  # (P, C, A) = (W − w_c) Σ_c of each slot, or W Σ_c if own is not empty
-    own: Tensor  # (P, A) = w_c Σ_c, or (0, A)
-    slot: Tensor  # (C,) slot of each class of the samples, −1 for the others
-    classes: Tensor  # (P,) class in each slot, −1 in unused ones
+def multiply(covariance: Tensor, weight: Tensor, target: Tensor, precision: str) -> Products:
+    """See ``isda.kernels.cpu.multiply``."""
+    found = class_statistics(target, len(covariance))
+    covariance = covariance if has_regular_rows(covariance) else covariance.contiguous()
+    return _multiply(covariance, found, weight, precision, None)
 
 
-def multiply(
-    weight: Tensor, index: Tensor, covariance: Tensor, precision: str, first_class: int = 0
-) -> Products:
-    """Products of Eq. 4 for the classes of a batch."""
-    found = class_statistics(index, index, len(covariance), first_class)
-    covariance = covariance if has_rows(covariance) else covariance.contiguous()
-    return _multiply(covariance, found, weight, precision, first_class, None)
-
-
-def update_and_multiply(
-    count: Tensor,
-    mean: Tensor,
-    covariance: Tensor,
+def update_and_multiply_(
+    moments: Sequence[Tensor],
     features: Tensor,
-    index: Tensor,
-    weight: Tensor,
     target: Tensor,
+    weight: Tensor,
     decay: float,
     precision: str,
-    first_class: int = 0,
 ) -> Products:
-    """Merge a batch, then products of Eq. 4 for the classes of ``target``.
-
-    Equivalent to :func:`update` and :func:`multiply`, with each touched covariance read once and
-    written once. Classes of ``target`` that ``index`` lacks get no products.
-    """
-    require_rows(covariance)
-    found = class_statistics(
-        index,
-        target,
-        len(count),
-        first_class,
-        features=features,
-        count=count,
-        mean=mean,
-        decay=decay,
-    )
-    return _multiply(covariance, found, weight, precision, first_class, count)
+    """See ``isda.kernels.cpu.update_and_multiply_``."""
+    count, _, covariance = moments
+    require_regular_rows(covariance)
+    found = class_statistics(target, len(count), moments=moments, features=features, decay=decay)
+    return _multiply(covariance, found, weight, precision, count)
 
 
 def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for ``Products.partial``, ``Products.product`` and ``Products.own``."""
+    """Uninitialised ``Products.partial``, ``Products.product`` and ``Products.own``."""
     num_classes, num_features = weight.shape
     fused = num_classes <= _CLASSES
     parts = blocks(num_features, _tiles(num_features, precision).rows) if fused else 1
     dtype = torch.float32 if precision == "high" else torch.bfloat16
-    # lines that begin at multiples of 32 bytes are read and written many numbers at a time
+    # rows that start at multiples of 32 bytes allow vector loads and stores
     width = round_up(num_features, 16) if fused else num_features
     product = weight.new_empty(slots, num_classes, width, dtype=dtype)[..., :num_features]
     return (
@@ -110,20 +79,20 @@ def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, 
 
 
 class _Tiles(NamedTuple):
-    """How a program of the fused kernel walks along its rows of a covariance.
+    """Tile sizes of the fused kernel.
 
-    With few rows there are more programs, with many the weights are read less often; with more
-    tiles read ahead, fewer programs fit on a multiprocessor.
+    Fewer rows mean more programs, more rows mean fewer reads of the weights; more stages mean that
+    fewer programs fit on a multiprocessor.
     """
 
     rows: int
     columns: int
     warps: int
-    ahead: int  # most tiles that are on their way or at hand
+    stages: int  # most tiles in flight
 
 
 def _tiles(num_features: int, precision: str) -> _Tiles:
-    """The fastest ones on an H200."""
+    """The fastest tiles on an H200."""
     if precision == "high":
         return _Tiles(64, 64, 8, 2) if num_features >= 512 else _Tiles(32, 32, 4, 3)
     if num_features > 1024:
@@ -136,22 +105,21 @@ def _multiply(
     found: Classes,
     weight: Tensor,
     precision: str,
-    first_class: int,
     count: Tensor | None,
 ) -> Products:
-    """Products for the own classes among those found; with a count, merge the batch first."""
+    """Products for the classes of the batch; with a count, the batch is merged first."""
     weight = weight.contiguous()
-    empty = empty_products(weight, len(found.own_classes), precision)
-    result = Products(*empty, found.slot, found.own_classes)
+    empty = empty_products(weight, len(found.classes), precision)
+    result = Products(*empty, found.slot, found.classes)
     if not len(found.classes):
         return result
     if len(weight) > _CLASSES:
-        _multiply_copies(covariance, found, weight, result, precision, first_class, count)
+        _multiply_copies(covariance, found, weight, result, precision, count)
         return result
     if count is not None and len(found.rows) > (_BATCH_ROWS - 1) * len(weight):
         launch_update(covariance, found, found.classes, count)
         count = None
-    _launch_fused(covariance, found, weight, result, precision, first_class, count)
+    _launch_fused(covariance, found, weight, result, precision, count)
     return result
 
 
@@ -161,10 +129,9 @@ def _multiply_copies(
     weight: Tensor,
     result: Products,
     precision: str,
-    first_class: int,
     count: Tensor | None,
 ) -> None:
-    """Products of many classes by cuBLAS; with a count, merge the batch first."""
+    """Products of many classes by cuBLAS; with a count, the batch is merged first."""
     num_classes, num_features = weight.shape
     centred, high, low = _split_weight(weight, 16)
     high, low = high[:num_classes, :num_features], low[:num_classes, :num_features]
@@ -172,23 +139,21 @@ def _multiply_copies(
     factor = high if parts == 1 else torch.cat([high, high, low], 1)  # beside Σ's high, low, high
     factor = factor.contiguous()
     chunk = max(_COPIED // (parts * num_features**2), 1)
-    room = weight.new_empty(
-        min(chunk, len(found.own_classes)),
+    room = weight.new_zeros(  # zeros: unused slots are multiplied, too
+        min(chunk, len(found.classes)),
         parts * num_features,
         num_features,
         dtype=torch.bfloat16,
     )
     chunks = (
         tensor.split(chunk)
-        for tensor in (found.own_classes, result.product, result.own, result.partial)
+        for tensor in (found.classes, result.product, result.own, result.partial)
     )
     for classes, product, own, partial in zip(*chunks, strict=True):
         copies = room[: len(classes)]
         launch_update(covariance, found, classes, count, copies=copies)
-        _matmul(factor, copies, product)
-        _launch_squares(product, centred, classes, own, partial, first_class)
-    if count is not None and found.classes is not found.own_classes:
-        launch_update(covariance, found, found.classes, count, others=True)
+        batched_matmul(factor.expand(len(copies), *factor.shape), copies, product)
+        _launch_squares(product, centred, classes, own, partial)
 
 
 def _launch_squares(
@@ -197,9 +162,8 @@ def _launch_squares(
     classes: Tensor,
     own: Tensor,
     partial: Tensor,
-    first_class: int,
 ) -> None:
-    """Quadratic term from products with W, and the products with the own weight."""
+    """Quadratic term from the products W Σ_c, and the rows w_c Σ_c."""
     slots, num_classes, num_features = product.shape
     _squares[(slots, blocks(num_classes, 8))](
         product,
@@ -210,21 +174,9 @@ def _launch_squares(
         num_classes,
         num_features,
         centred.shape[1],
-        first_class,
         classes_block=8,
         features_block=min(power_of_2(num_features), 256),
-        **early(product.device),
     )
-
-
-def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Products (C, K) by (P, K, A) in bfloat16, summed in float32, into (P, C, A)."""
-    if not left.is_cuda:  # interpreted
-        out.copy_(left.float() @ right.float())
-    elif out.dtype == torch.bfloat16:
-        torch.matmul(left, right, out=out)
-    else:
-        torch.bmm(left.expand(len(right), *left.shape), right, torch.float32, out=out)
 
 
 def _launch_fused(
@@ -233,23 +185,22 @@ def _launch_fused(
     weight: Tensor,
     result: Products,
     precision: str,
-    first_class: int,
     count: Tensor | None,
 ) -> None:
-    """The fused kernel; with a count, it merges the batch."""
+    """Launch the fused kernel; with a count, it merges the batch."""
     num_classes, num_features = weight.shape
     precise, tiles = precision == "high", _tiles(num_features, precision)
     classes_block = max(16, power_of_2(num_classes))
     centred, high, low = _split_weight(weight, classes_block)
-    stride, width = layout(covariance)
+    stride, width = row_layout(covariance)
     room = _shared_memory(covariance.device)
     column = 4 * tiles.rows + (4 if precise else 2) * classes_block  # bytes
-    # copies of single numbers are slow, and with one tile there is nothing to read ahead
+    # unaligned rows cannot be copied asynchronously, and a single tile needs no pipeline
     if width % 16 or num_features <= _COLUMNS:
-        tiles = tiles._replace(columns=_COLUMNS, ahead=1)
-    elif 2 * column * tiles.columns > room:  # narrower ones, that two may fit
+        tiles = tiles._replace(columns=_COLUMNS, stages=1)
+    elif 2 * column * tiles.columns > room:  # narrower tiles, so that two fit
         tiles = tiles._replace(columns=32)
-    stages = min(tiles.ahead, room // (column * tiles.columns))
+    stages = min(tiles.stages, room // (column * tiles.columns))
     _update_and_multiply[(blocks(num_features, tiles.rows), len(found.classes))](
         covariance,
         found.share if count is None else count,
@@ -271,7 +222,6 @@ def _launch_fused(
         num_classes,
         high.shape[1],
         result.product.stride(1),
-        first_class,
         merge=count is not None,
         padded=width != num_features,
         precise=precise,
@@ -282,20 +232,19 @@ def _launch_fused(
         classes_block=classes_block,
         num_warps=8 if classes_block > 128 else tiles.warps,
         num_stages=max(stages, 1),
-        **early(covariance.device),
     )
 
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes to read ahead into; the rest is for the tiles that are being multiplied."""
-    if device.type != "cuda":  # interpreted, as on a large GPU
+    """Bytes for tiles in flight; the rest is for the tiles that are being multiplied."""
+    if device.type != "cuda":  # Triton's interpreter
         return 2**20
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 32 * 1024
 
 
 def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight less its mean over the classes, and the same as a sum of two bfloat16, padded."""
+    """Weight minus its mean over the classes, also as a sum of two bfloat16, padded."""
     num_classes, num_features = weight.shape
     padded_classes, padded = round_up(num_classes, block), round_up(num_features, _COLUMNS)
     high, low = (weight.new_empty(padded_classes, padded, dtype=torch.bfloat16) for _ in range(2))
@@ -311,7 +260,6 @@ def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
         padded,
         rows_block=min(max(power_of_2(num_classes), 16), 128),
         columns_block=32,
-        **early(weight.device),
     )
     return centred, high, low
 
@@ -328,9 +276,7 @@ def _split(  # type: ignore[no-untyped-def]
     padded_features,
     rows_block: tl.constexpr,
     columns_block: tl.constexpr,
-    early: tl.constexpr,
 ):
-    enter(early)
     column = tl.program_id(0) * columns_block + tl.arange(0, columns_block)
     total = tl.zeros((columns_block,), dtype=tl.float32)
     for first in range(0, num_classes, rows_block):
@@ -338,7 +284,6 @@ def _split(  # type: ignore[no-untyped-def]
         mask = (row < num_classes)[:, None] & (column < num_features)[None, :]
         place = row[:, None] * num_features + column[None, :]
         total += tl.sum(tl.load(weight + place, mask=mask, other=0.0), 0)
-    leave(early)
     mean = total / num_classes
     for first in range(0, padded_classes, rows_block):
         row = first + tl.arange(0, rows_block)
@@ -376,7 +321,6 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     num_classes,
     padded_features,
     product_stride,
-    first_class,
     merge: tl.constexpr,
     padded: tl.constexpr,
     precise: tl.constexpr,
@@ -385,23 +329,21 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     rows_block: tl.constexpr,
     columns_block: tl.constexpr,
     classes_block: tl.constexpr,
-    early: tl.constexpr,
 ):
-    enter(early)
     label = tl.load(classes + tl.program_id(1))
     if label < 0:
         return
     row = tl.program_id(0) * rows_block + tl.arange(0, rows_block)
     row_inside = row < num_features
     other = tl.arange(0, classes_block)
-    tile_row = address_rows(covariance, label, row, num_features, stride)
+    tile_row = row_pointers(covariance, label, row, num_features, stride)
     if merge:
         number = tl.load(batch_count + label)
         if tl.program_id(0) == 0:
             tl.store(count + label, tl.load(count + label) + number)  # Eq. 11
         keep = 1.0 - tl.load(share + label)
         line = rows + tl.load(start + label).to(tl.int64) * rows_stride
-        if number + 1 > batch_rows:  # seldom: the others ahead, for the loop below has no loops
+        if number + 1 > batch_rows:  # rare: merge the surplus first, the main loop unrolls the rest
             for first in range(0, num_features, columns_block):
                 column = first + tl.arange(0, columns_block)
                 mask = row_inside[:, None] & (column < width)[None, :]
@@ -426,7 +368,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
                 right = _batch_row(line, sample, number, column, rows_stride)
                 tile += left[sample][:, None] * right[None, :]
             tl.store(tile_row + column[None, :], tile, mask=mask)  # Eq. 10
-        if padded:  # with anything, and 0 · NaN is NaN
+        if padded:  # the padding may hold NaN
             tile = tl.where((column < num_features)[None, :], tile, 0.0)
         place = other[:, None] * padded_features + column[None, :]
         upper = tile.to(tl.bfloat16)
@@ -436,21 +378,19 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
             lower = (tile - upper.to(tl.float32)).to(tl.bfloat16)
             total = _dot(weight_upper, tl.trans(lower), total, interpreted)
             total = _dot(tl.load(low + place), tl.trans(upper), total, interpreted)
-    leave(early)
     place = tl.load(slot + label).to(tl.int64)
     if place >= 0:
-        own_class = label + first_class
-        at_target = other[:, None] == own_class
+        at_target = other[:, None] == label
         own = tl.sum(tl.where(at_target, total, 0.0), 0)
         total = total - own[None, :]  # (W − w_c) Σ_c, exactly 0 for c
-        # with the rows that pad the lines, whose products are 0
+        # including the padding of the rows, whose products are 0
         mask = (other < num_classes)[:, None] & (row < product_stride)[None, :]
         element = other[:, None] * product_stride + row[None, :]
         tl.store(product + place * num_classes * product_stride + element, total, mask=mask)
         margin = tl.load(
             centred + other[:, None] * padded_features + row[None, :], mask=mask, other=0.0
         )
-        own_weight = tl.load(centred + own_class * padded_features + row)
+        own_weight = tl.load(centred + label * padded_features + row)
         part = tl.sum(tl.where(mask, total * (margin - own_weight[None, :]), 0.0), 1)
         piece = place * tl.cdiv(num_features, rows_block) + tl.program_id(0)
         tl.store(partial + piece * num_classes + other, part, mask=other < num_classes)
@@ -458,7 +398,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _batch_row(line, sample, number, element, rows_stride):  # type: ignore[no-untyped-def]
-    """Elements of a row of the batch of a class, 0 if there is no such row."""
+    """Elements of a row of the batch of a class, 0 if the class has fewer rows."""
     inside = element < tl.where(number >= sample, rows_stride, 0)
     return tl.load(line + sample * rows_stride + element, mask=inside, other=0.0)
 
@@ -473,16 +413,12 @@ def _squares(  # type: ignore[no-untyped-def]
     num_classes,
     num_features,
     padded_features,
-    first_class,
     classes_block: tl.constexpr,
     features_block: tl.constexpr,
-    early: tl.constexpr,
 ):
-    enter(early)
     place = tl.program_id(0).to(tl.int64)
     label = tl.load(classes + place)
     other = tl.program_id(1) * classes_block + tl.arange(0, classes_block)
-    own_class = label + first_class
     total = tl.zeros((classes_block, features_block), dtype=tl.float32)
     for first in range(0, num_features, features_block):
         column = first + tl.arange(0, features_block)
@@ -490,11 +426,9 @@ def _squares(  # type: ignore[no-untyped-def]
         if label < 0:
             own_product = tl.zeros((features_block,), dtype=tl.float32)
         else:
-            line = (place * num_classes + own_class) * num_features
+            line = (place * num_classes + label) * num_features
             own_product = tl.load(product + line + column, mask=inside, other=0.0).to(tl.float32)
-            own_weight = tl.load(
-                centred + own_class * padded_features + column, mask=inside, other=0.0
-            )
+            own_weight = tl.load(centred + label * padded_features + column, mask=inside, other=0.0)
             mask = (other < num_classes)[:, None] & inside[None, :]
             element = other[:, None] * num_features + column[None, :]
             tile = tl.load(
@@ -513,7 +447,7 @@ def _squares(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _dot(left, right, total, interpreted: tl.constexpr):  # type: ignore[no-untyped-def]
-    if interpreted:  # Triton's interpreter takes bfloat16 for integers
+    if interpreted:  # Triton's interpreter treats bfloat16 as integers
         total = tl.dot(left.to(tl.float32), right.to(tl.float32), total)
     else:
         total = tl.dot(left, right, total)

@@ -5,31 +5,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import early, enter, leave, power_of_2
+from isda.kernels.launch import power_of_2
 
-__all__ = ["bound", "bound_backward"]
+__all__ = ["cross_entropy", "cross_entropy_backward"]
 
-_CLASSES = 4096  # logits read at a time
+_CLASSES = 4096  # logits that a program reads at a time
 
 
-def bound(
+def cross_entropy(
     logits: Tensor,
     quadratic: Tensor | None,
-    index: Tensor,
+    target: Tensor,
     strength: Tensor | None,
     scale: Tensor | None,
-    *,
     ignore_index: int,
     reduce: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``isda.bound.bound``; returns the loss, log-sum-exp of each row, and the scale."""
+    """See ``isda.ops._fused_cross_entropy``."""
+    logits, target = logits.contiguous(), target.contiguous()
     number, num_classes = logits.shape
+    if quadratic is not None:
+        quadratic = quadratic.contiguous()
     losses, total = (logits.new_empty(number, dtype=torch.float32) for _ in range(2))
     if number:
-        _bound[(number,)](
+        _cross_entropy[(number,)](
             logits,
             logits if quadratic is None else quadratic,
-            index,
+            target,
             losses if strength is None else strength,
             losses if scale is None else scale,
             losses,
@@ -39,7 +41,6 @@ def bound(
             shifted=quadratic is not None,
             scaled=scale is not None,
             block=min(power_of_2(num_classes), _CLASSES),
-            **early(logits.device),
         )
     if not reduce:
         ones = torch.ones((), dtype=torch.float64, device=logits.device)
@@ -48,7 +49,7 @@ def bound(
     factor = torch.empty((), dtype=torch.float64, device=logits.device)
     _reduce[(1,)](
         losses,
-        index,
+        target,
         losses if scale is None else scale,
         loss,
         factor,
@@ -56,32 +57,33 @@ def bound(
         ignore_index,
         scaled=scale is not None,
         block=min(power_of_2(max(number, 1)), 1024),
-        **early(logits.device),
     )
     return loss, total, factor
 
 
-def bound_backward(
+def cross_entropy_backward(
     grad: Tensor,
     logits: Tensor,
     quadratic: Tensor | None,
-    index: Tensor,
+    target: Tensor,
     strength: Tensor | None,
     total: Tensor,
     scale: Tensor,
-    *,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the logits and of the quadratic term (empty without one)."""
+    logits, target = logits.contiguous(), target.contiguous()
     number, num_classes = logits.shape
+    if quadratic is not None:
+        quadratic = quadratic.contiguous()
     logits_grad = torch.empty_like(logits)
     quadratic_grad = logits.new_empty(0) if quadratic is None else torch.empty_like(quadratic)
     if number:
-        _bound_backward[(number,)](
+        _cross_entropy_backward[(number,)](
             grad.contiguous(),
             logits,
             logits if quadratic is None else quadratic,
-            index,
+            target,
             total if strength is None else strength,
             total,
             scale,
@@ -97,10 +99,10 @@ def bound_backward(
 
 
 @triton.jit
-def _bound(  # type: ignore[no-untyped-def]
+def _cross_entropy(  # type: ignore[no-untyped-def]
     logits,
     quadratic,
-    index,
+    target,
     strength,
     scale,
     losses,
@@ -110,11 +112,9 @@ def _bound(  # type: ignore[no-untyped-def]
     shifted: tl.constexpr,
     scaled: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ):
-    enter(early)
     sample = tl.program_id(0).to(tl.int64)
-    label = tl.load(index + sample)
+    label = tl.load(target + sample)
     if shifted:
         half = 0.5 * tl.load(strength)
     largest = -float("inf")
@@ -126,14 +126,13 @@ def _bound(  # type: ignore[no-untyped-def]
         place = sample * num_classes + column
         value = tl.load(logits + place, mask=inside, other=-float("inf")).to(tl.float32)
         if shifted:
-            value += half * tl.load(quadratic + place, mask=inside, other=0.0)
+            value += _shift(half, quadratic + place, inside)
         new = tl.maximum(largest, tl.max(value))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # −inf − −inf is no number
+        shift = tl.where(new == -float("inf"), 0.0, new)  # −inf − −inf is NaN
         summed = summed * tl.exp(largest - shift) + tl.sum(tl.exp(value - shift))
         largest = new
         at_target += tl.sum(tl.where(column == label, value, 0.0))
     result = largest + tl.log(summed)
-    leave(early)
     tl.store(total + sample, result)
     loss = tl.where((label < 0) | (label >= num_classes), float("nan"), result - at_target)
     loss = tl.where(label == ignore_index, 0.0, loss)
@@ -145,7 +144,7 @@ def _bound(  # type: ignore[no-untyped-def]
 @triton.jit
 def _reduce(  # type: ignore[no-untyped-def]
     losses,
-    index,
+    target,
     scale,
     loss,
     factor,
@@ -153,32 +152,29 @@ def _reduce(  # type: ignore[no-untyped-def]
     ignore_index,
     scaled: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ):
-    enter(early)
     total = tl.zeros((block,), dtype=tl.float32)
     counted = tl.zeros((block,), dtype=tl.int32)
     for first in range(0, number, block):
         position = first + tl.arange(0, block)
         inside = position < number
-        label = tl.load(index + position, mask=inside, other=ignore_index)
+        label = tl.load(target + position, mask=inside, other=ignore_index)
         counted += (label != ignore_index).to(tl.int32)
         total += tl.load(losses + position, mask=inside, other=0.0)
     if scaled:
         value = tl.load(scale).to(tl.float32)
     else:
         value = 1.0 / tl.maximum(tl.sum(counted), 1).to(tl.float32)
-    leave(early)
     tl.store(factor, value)
     tl.store(loss, tl.sum(total) * value)
 
 
 @triton.jit
-def _bound_backward(  # type: ignore[no-untyped-def]
+def _cross_entropy_backward(  # type: ignore[no-untyped-def]
     grad,
     logits,
     quadratic,
-    index,
+    target,
     strength,
     total,
     scale,
@@ -191,7 +187,7 @@ def _bound_backward(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
-    label = tl.load(index + sample)
+    label = tl.load(target + sample)
     factor = tl.load(scale).to(tl.float32)
     upstream = tl.load(grad + sample * by_row)
     counts = (label >= 0) & (label < num_classes) & (label != ignore_index) & (factor != 0.0)
@@ -204,9 +200,16 @@ def _bound_backward(  # type: ignore[no-untyped-def]
         place = sample * num_classes + column
         value = tl.load(logits + place, mask=inside, other=0.0).to(tl.float32)
         if shifted:
-            value += half * tl.load(quadratic + place, mask=inside, other=0.0)
+            value += _shift(half, quadratic + place, inside)
         share = tl.exp(value - summed) - tl.where(column == label, 1.0, 0.0)
         result = tl.where(counts, share * (upstream * factor), 0.0)
         tl.store(logits_grad + place, result.to(logits_grad.dtype.element_ty), mask=inside)
         if shifted:
             tl.store(quadratic_grad + place, half * result, mask=inside)
+
+
+@triton.jit
+def _shift(half, quadratic, inside):  # type: ignore[no-untyped-def]
+    """(λ/2) q, and 0 for λ = 0 even if q has overflowed."""
+    value = half * tl.load(quadratic, mask=inside, other=0.0)
+    return tl.where(half == 0.0, 0.0, value)

@@ -1,51 +1,40 @@
 """Update of full covariances (Eq. 10).
 
-They are symmetric: one half is read, both are written. The copies in bfloat16 that are left on the
-way, if asked for, are what ``products.py`` multiplies.
+They are symmetric: one half is read, both are written. If asked for, the update also leaves copies
+in bfloat16, which ``products.py`` multiplies.
 """
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import blocks, early, enter, round_up
-from isda.kernels.statistics import Classes, class_statistics
+from isda.kernels.class_statistics import Classes, class_statistics
+from isda.kernels.launch import blocks, round_up
 
 __all__ = [
-    "address_rows",
-    "has_rows",
+    "has_regular_rows",
     "launch_update",
-    "layout",
     "merge_rows",
-    "require_rows",
-    "update",
+    "require_regular_rows",
+    "row_layout",
+    "row_pointers",
+    "update_",
 ]
 
 _TILE = 64  # rows and columns of a covariance that a program holds
 
 
-def update(
-    count: Tensor,
-    mean: Tensor,
-    covariance: Tensor,
-    features: Tensor,
-    index: Tensor,
-    decay: float,
-    first_class: int = 0,
-) -> None:
-    """Merge a batch into count, mean and covariance in place (Eq. 9, 10 and 11)."""
-    require_rows(covariance)
-    found = class_statistics(
-        index,
-        index,
-        len(count),
-        first_class,
-        features=features,
-        count=count,
-        mean=mean,
-        decay=decay,
-    )
-    launch_update(covariance, found, found.classes, count)
+def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: float) -> None:
+    """See ``isda.kernels.cpu.update_``."""
+    count, _, covariance = moments
+    full = covariance.dim() == 3
+    if full:
+        require_regular_rows(covariance)
+    found = class_statistics(target, len(count), moments=moments, features=features, decay=decay)
+    if full:
+        launch_update(covariance, found, found.classes, count)
 
 
 def launch_update(
@@ -55,17 +44,15 @@ def launch_update(
     count: Tensor | None,
     *,
     copies: Tensor | None = None,
-    others: bool = False,
 ) -> None:
-    """With a count, merge the batch into the covariances of some classes; with room, copy them.
+    """Merge the batch into some covariances and copy them to bfloat16, or do either.
 
     Args:
         covariance: of all classes.
         found: statistics of the batch.
-        classes: those to be updated; negative numbers are passed by.
-        count: of all classes.
-        copies: room for them in bfloat16; classes without samples of one's own are passed by.
-        others: pass by the classes with samples of one's own.
+        classes: those to be updated; negative ones are skipped.
+        count: of all classes, updated too; None to merge nothing.
+        copies: where to copy the covariances to; None to copy nothing.
     """
     num_features = covariance.shape[1]
     if not len(classes):
@@ -80,39 +67,37 @@ def launch_update(
         found.batch_count,
         found.share,
         classes,
-        found.slot,
         found.rows if copies is None else copies,
         tiles,
         num_features,
-        *layout(covariance),
+        *row_layout(covariance),
         found.rows.shape[1],
         merge=count is not None,
-        many=_has_many(found),
-        others=others,
+        many=len(found.rows) > 32 * len(found.classes),  # so many that tl.dot pays
         parts=0 if copies is None else copies.shape[1] // num_features,
         block=_TILE,
-        **early(covariance.device),
     )
 
 
-def has_rows(covariance: Tensor) -> bool:
-    """Whether the rows of all matrices follow one another, at equal distances."""
+def has_regular_rows(covariance: Tensor) -> bool:
+    """Whether all rows of all matrices are the same distance apart."""
     _, num_features, _ = covariance.shape
     return covariance.stride(2) == 1 and covariance.stride(0) == num_features * covariance.stride(1)
 
 
-def require_rows(covariance: Tensor) -> None:
-    if not has_rows(covariance):
+def require_regular_rows(covariance: Tensor) -> None:
+    if not has_regular_rows(covariance):
         raise ValueError(
-            f"covariance must have rows that follow one another, got strides {covariance.stride()}"
+            "covariance must be contiguous, or padded along its last dimension only, got strides "
+            f"{covariance.stride()}"
         )
 
 
-def layout(matrices: Tensor) -> tuple[int, int]:
-    """Numbers from one row to the next, and those of them that may be read and written.
+def row_layout(matrices: Tensor) -> tuple[int, int]:
+    """Distance from one row to the next, and how many elements of a row may be accessed.
 
-    Rows that are padded, as those of ``isda.FullCovariance``, can be read and written whole, but
-    the last one only if its padding is there, which a copy by torch.compile leaves out.
+    Padded rows, such as those of ``isda.FullCovariance``, can be accessed whole. The padding of the
+    last row may be missing, for example in a copy that torch.compile made.
     """
     number, rows, num_features = matrices.shape
     stride = matrices.stride(1)
@@ -124,11 +109,6 @@ def layout(matrices: Tensor) -> tuple[int, int]:
     return stride, stride if padded else num_features
 
 
-def _has_many(found: Classes) -> bool:
-    """Whether classes have so many samples that their rows are merged by products of matrices."""
-    return len(found.rows) > 32 * len(found.classes)
-
-
 @triton.jit
 def _update(  # type: ignore[no-untyped-def]
     covariance,
@@ -138,7 +118,6 @@ def _update(  # type: ignore[no-untyped-def]
     batch_count,
     share,
     classes,
-    slot,
     copies,
     tiles,
     num_features,
@@ -147,30 +126,25 @@ def _update(  # type: ignore[no-untyped-def]
     rows_stride,
     merge: tl.constexpr,
     many: tl.constexpr,
-    others: tl.constexpr,
     parts: tl.constexpr,
     block: tl.constexpr,
-    early: tl.constexpr,
 ):
     """Read a tile on or below the diagonal; write it and its mirror above."""
-    enter(early)
     place = tl.program_id(0) // tiles
     label = tl.load(classes + place)
     if label < 0:
         return
-    if others or parts > 0:
-        own = tl.load(slot + label) >= 0  # whether it has a sample of one's own
-        if own == others:
-            return
-    # tiles are counted row by row: 0; 1, 2; 3, 4, 5; …
+    # tiles are numbered row by row: 0; 1, 2; 3, 4, 5; …
     tile_number = tl.program_id(0) % tiles
     below = ((tl.sqrt(8.0 * tile_number + 1.0) - 1.0) / 2.0).to(tl.int32)
-    below = tl.where(below * (below + 1) // 2 > tile_number, below - 1, below)  # if it was rounded
+    below = tl.where(
+        below * (below + 1) // 2 > tile_number, below - 1, below
+    )  # in case of rounding
     below = tl.where((below + 1) * (below + 2) // 2 <= tile_number, below + 1, below)
     beside = tile_number - below * (below + 1) // 2
     row = below * block + tl.arange(0, block)
     column = beside * block + tl.arange(0, block)
-    tile_row = address_rows(covariance, label, row, num_features, stride)
+    tile_row = row_pointers(covariance, label, row, num_features, stride)
     mask = (row < num_features)[:, None] & (column < width)[None, :]
     tile = tl.load(tile_row + column[None, :], mask=mask, other=0.0)
     if merge:
@@ -191,7 +165,7 @@ def _update(  # type: ignore[no-untyped-def]
         mirror = tl.trans(tile)
         if merge:
             mask = (column < num_features)[:, None] & (row < width)[None, :]
-            mirror_row = address_rows(covariance, label, column, num_features, stride)
+            mirror_row = row_pointers(covariance, label, column, num_features, stride)
             tl.store(mirror_row + row[None, :], mirror, mask=mask)
         if parts > 0:
             mask = (column < num_features)[:, None] & (row < num_features)[None, :]
@@ -203,7 +177,7 @@ def _update(  # type: ignore[no-untyped-def]
 def _store_parts(  # type: ignore[no-untyped-def]
     place, tile, mask, part, parts: tl.constexpr
 ):
-    """Store a tile in bfloat16 and, with three parts, what that leaves out and the same again."""
+    """Store a tile in bfloat16 and, with three parts, the remainder and the tile again."""
     upper = tile.to(tl.bfloat16)
     tl.store(place, upper, mask=mask)
     if parts == 3:
@@ -213,7 +187,7 @@ def _store_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def address_rows(covariance, label, row, num_features, stride):  # type: ignore[no-untyped-def]
+def row_pointers(covariance, label, row, num_features, stride):  # type: ignore[no-untyped-def]
     return covariance + (label.to(tl.int64) * num_features + row[:, None]) * stride
 
 
@@ -221,7 +195,7 @@ def address_rows(covariance, label, row, num_features, stride):  # type: ignore[
 def merge_rows(  # type: ignore[no-untyped-def]
     tile, line, first, last, row, column, stride, many: tl.constexpr
 ):
-    """Add the outer products of some rows of the batch, padded with zeros, to a tile."""
+    """Add the outer products of the rows of the batch from first to last to a tile."""
     if many:  # sixteen at a time
         for chunk in range(first, last, 16):
             sample = chunk + tl.arange(0, 16)

@@ -1,0 +1,199 @@
+"""What the criteria refuse, and how a GPU reports it without a synchronisation.
+
+Shapes, dtypes and devices are checked on the host before anything changes. Bad values (NaN
+features, targets out of range) would spoil the statistics for good. On a CPU they raise at once.
+On a GPU the host must not wait for them: ``ops.screen`` marks bad samples with a negative class
+index, ``ops.count_step`` turns the whole batch into skipped samples and keeps a flag on the device,
+and the error is raised where the host synchronises anyway, such as in ``state_dict()``.
+"""
+
+from numbers import Real
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "BAD_FEATURES",
+    "BAD_TARGET",
+    "LARGEST",
+    "MISMATCH",
+    "SKIP",
+    "is_scalar",
+    "known_on_host",
+    "logits_differ",
+    "problem_in",
+    "problem_message",
+    "require_call",
+    "require_class_weight",
+    "require_label_smoothing",
+    "require_lambda_0",
+    "require_ramp",
+    "require_total_steps",
+]
+
+SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
+"""Class indices of samples that are skipped, that have bad features, or a bad target."""
+
+LARGEST = 1e15
+"""Features of this size or more are refused: the sum of their squares may overflow float32."""
+
+_TOLERANCE = 0.02  # relative error of logits: more than bfloat16 causes, less than a mistake does
+
+MISMATCH = (
+    "logits must be the output of the attached layer for the last batch: these come from another "
+    "batch, or were changed after the layer; pass head= if the model ends in another layer"
+)
+
+
+def require_lambda_0(lambda_0: float) -> None:
+    if not 0 <= lambda_0 < float("inf"):
+        raise ValueError(f"lambda_0 must be >= 0 and finite, got {lambda_0}")
+
+
+def require_total_steps(total_steps: int | None) -> None:
+    if total_steps is not None and not (total_steps >= 1 and total_steps % 1 == 0):
+        raise ValueError(f"total_steps must be a whole number >= 1, got {total_steps}")
+
+
+def require_ramp(ramp: str) -> None:
+    if ramp not in ("linear", "constant"):
+        raise ValueError(f"ramp must be 'linear' or 'constant', got {ramp!r}")
+
+
+def require_label_smoothing(label_smoothing: float) -> None:
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+
+
+def require_class_weight(name: str, weight: Tensor | None, num_classes: int) -> None:
+    if weight is None:
+        return
+    if not isinstance(weight, Tensor) or weight.shape != (num_classes,):
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"{name} must be a tensor of shape ({num_classes},), got {shape}")
+    if not weight.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {weight.dtype}")
+
+
+def require_call(
+    num_features: int,
+    num_classes: int,
+    *,
+    features: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    progress: float | Tensor | None = None,
+    **others: Tensor | None,
+) -> None:
+    """Raise ValueError for arguments of a wrong device, dtype or shape.
+
+    Args:
+        num_features: number A of features.
+        num_classes: number C of classes.
+        features: input of the final linear layer.
+        weight: of the final linear layer.
+        target: class indices or class probabilities.
+        progress: t/T.
+        others: "bias", "logits", "covariance_index" and "criterion", any buffer of the criterion.
+    """
+    tensors = {"features": features, "weight": weight, "target": target, **others}
+    positions = (features.shape[0], *features.shape[2:])
+    dense = (features.shape[0], num_classes, *features.shape[2:])
+    soft = target.is_floating_point()
+    if features.dim() < 2 or features.shape[1] != num_features:
+        raise ValueError(
+            f"features must have shape (N, {num_features}), got {tuple(features.shape)}"
+        )
+    expected = {
+        "weight": ("weight", (num_classes, num_features)),
+        "bias": ("bias", (num_classes,)),
+        "logits": (f"logits for features of shape {tuple(features.shape)}", dense),
+        "target": (
+            ("target of class probabilities", dense)
+            if soft
+            else ("target of class indices", positions)
+        ),
+        "covariance_index": ("covariance_index", positions),
+    }
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.device != features.device:
+            raise ValueError(
+                f"{name} must be on the device of the features, {features.device}, "
+                f"got {tensor.device}"
+            )
+        if name in ("features", "weight", "bias", "logits") and not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if name == "target" and not soft and tensor.dtype != torch.int64:
+            raise ValueError(
+                "target must be int64 class indices or floating-point class probabilities, "
+                f"got {tensor.dtype}"
+            )
+        if name == "covariance_index" and tensor.dtype != torch.int64:
+            raise ValueError(f"covariance_index must be int64 class indices, got {tensor.dtype}")
+        label, shape = expected.get(name, (name, tensor.shape))
+        if tensor.shape != shape:
+            raise ValueError(f"{label} must have shape {shape}, got {tuple(tensor.shape)}")
+    if progress is not None:
+        _require_progress(progress, features.device)
+
+
+def _require_progress(progress: float | Tensor, device: torch.device) -> None:
+    if isinstance(progress, Tensor):
+        if progress.numel() != 1:
+            raise ValueError(f"progress must be one number, got shape {tuple(progress.shape)}")
+        if progress.device.type != "cpu" and progress.device != device:
+            raise ValueError(f"progress must be on a CPU or on {device}, got {progress.device}")
+    elif not isinstance(progress, Real):
+        raise ValueError(f"progress must be a number or a tensor, got {progress!r}")
+    if (not isinstance(progress, Tensor) or known_on_host(progress)) and not 0 <= progress <= 1:
+        raise ValueError(f"progress must be in [0, 1], got {progress}")
+
+
+def known_on_host(tensor: Tensor) -> bool:
+    """Whether reading the values of a tensor is free: on a CPU, and not while compiling."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def is_scalar(strength: float | Tensor) -> bool:
+    """Whether a strength is a single number that needs no gradient."""
+    return not isinstance(strength, Tensor) or (
+        strength.numel() == 1 and not strength.requires_grad
+    )
+
+
+def logits_differ(features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> Tensor:
+    """Whether the logits of any sample are not those of a linear layer.
+
+    Shape:
+        features (N, A), weight (C, A), bias (C,), logits (N, C); output (), bool.
+    """
+    features, weight, logits = features.float(), weight.float(), logits.float()
+    expected = F.linear(features, weight, None if bias is None else bias.float())
+    size = expected.norm(dim=1) + logits.norm(dim=1)
+    # rounding errors do not cancel where the logits do
+    size = size + features.norm(dim=1) * weight.norm() / weight.shape[1] ** 0.5
+    wrong = (expected - logits).norm(dim=1) > _TOLERANCE * size + 1e-6  # false for NaN
+    return wrong.any()
+
+
+def problem_in(index: Tensor) -> Tensor:
+    """0 for a good batch, 1 for bad features, 2 for a bad target; see the codes above."""
+    least = torch.cat([index, index.new_full((1,), SKIP)]).amin()  # an empty batch is good
+    return (SKIP - least).clamp(min=0)
+
+
+def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
+    """The error for a problem number."""
+    if problem == SKIP - BAD_FEATURES:
+        return (
+            f"features must be finite: found NaN, or values of {LARGEST:g} or more; the batch was "
+            "left out of the statistics"
+        )
+    return (
+        f"target must be in [0, {num_classes}) or ignore_index={ignore_index}: found a class out "
+        "of range, or probabilities that are not finite or sum to 0; the batch was left out of "
+        "the statistics"
+    )

@@ -1,0 +1,220 @@
+"""The operations in plain torch, for every device without Triton kernels.
+
+Covariances are updated in place and multiplied class by class, for the classes of the batch only.
+The values are those of ``isda.functional``; the products are kept for the backward pass. The
+docstrings here hold for the Triton kernels, too.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from isda.checks import BAD_FEATURES, BAD_TARGET, LARGEST, SKIP, problem_in
+from isda.functional.moments import Moments, batch_share, update_moments
+from isda.kernels import Products, ProductTensors
+
+__all__ = [
+    "count_step",
+    "empty_products",
+    "multiply",
+    "quadratic_rows",
+    "screen",
+    "update_",
+    "update_and_multiply_",
+    "weight_gradient",
+]
+
+
+def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    """Class index of every valid sample, else a negative code of ``isda.checks``.
+
+    Shape:
+        features (N, A), target (N,); output (N,).
+    """
+    valid = (target >= 0) & (target < num_classes)
+    finite = (features.abs() < LARGEST).all(1)  # false for NaN
+    index = torch.where(valid, torch.where(finite, target, BAD_FEATURES), BAD_TARGET)
+    return torch.where(target == ignore_index, SKIP, index)
+
+
+def count_step(
+    step: Tensor,
+    problem: Tensor,
+    index: Tensor,
+    lambda_0: float,
+    total_steps: int,
+    world_size: int,
+    mean: bool,
+    progress: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count a step; if its batch is bad, set the flag instead and skip all of its samples.
+
+    An operator, because torch.compile may recompute plain arithmetic in the backward pass, when the
+    step has been counted already (pytorch/pytorch#197039).
+
+    Args:
+        step: number of steps so far, changed in place.
+        problem: the worst problem so far, changed in place.
+        index: class indices of the samples of all ranks, from :func:`screen`.
+        lambda_0: final strength λ₀.
+        total_steps: number of steps T of the whole training.
+        world_size: number of ranks.
+        mean: whether the loss is a mean.
+        progress: t/T, instead of the number of steps so far.
+
+    Returns:
+        the class indices; the factor of the sum of this rank's losses, 0 for a bad batch; and the
+        strength λ = λ₀ t/T before this step. For a mean the factor is ``world_size / number of
+        samples of all ranks``, because DistributedDataParallel averages the gradients.
+    """
+    found = problem_in(index)
+    scale = torch.ones((), dtype=torch.float64, device=index.device)
+    if mean:
+        scale = world_size * scale / (index >= 0).sum().clamp(min=1)
+    if progress is None:
+        progress = (step.to(torch.float32) / total_steps).clamp(max=1)
+    strength = lambda_0 * progress.to(torch.float32).reshape(())
+    step += (found == 0).long()
+    problem.copy_(torch.maximum(problem, found))
+    index = torch.where(found > 0, SKIP, index)
+    return index, torch.where(found > 0, 0.0, scale), strength
+
+
+def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: float) -> None:
+    """:func:`isda.functional.update_moments` in place.
+
+    Args:
+        moments: :class:`isda.functional.Moments` with covariances or variances.
+        features: of the batch.
+        target: class indices; samples with a negative one are skipped.
+        decay: see :func:`isda.functional.merge_moments`.
+    """
+    count, mean, covariance = moments
+    if covariance.dim() == 2:
+        updated = update_moments(Moments(*moments), features.to(mean.dtype), target, decay=decay)
+        for buffer, value in zip(moments, updated, strict=True):
+            buffer.copy_(value)
+        return
+    order = target.argsort(stable=True)
+    order = order[int((target < 0).sum()) :]  # (N',) sorted by class, skipped samples left out
+    batch_count = torch.bincount(target[order], minlength=len(count))
+    present = batch_count.nonzero().flatten()  # (P,)
+    number = batch_count[present]
+    slots = torch.arange(len(present), device=target.device)
+    slot = slots.repeat_interleave(number)  # (N',)
+    share = batch_share(count[present], number, decay, mean.dtype)
+    batch = features[order].to(mean.dtype)
+    # float64: a running float32 sum stops growing after some millions of samples
+    total = batch.new_zeros(len(present), batch.shape[1], dtype=torch.float64)
+    batch_mean = (total.index_add_(0, slot, batch.double()) / number[:, None]).to(mean.dtype)
+    shift = batch_mean - mean[present]  # (P, A)
+    # per class its scaled centred samples, then its scaled shift: one product gives both summands
+    rows = batch.new_empty(len(order) + len(present), batch.shape[1])
+    scale = (share / number).sqrt()[slot]
+    rows[torch.arange(len(order), device=target.device) + slot] = (
+        batch - batch_mean[slot]
+    ) * scale[:, None]
+    rows[number.cumsum(0) + slots] = shift * (share * (1 - share)).sqrt()[:, None]
+    parts = rows.split((number + 1).tolist())
+    for index, part, weight in zip(present.tolist(), parts, share.tolist(), strict=True):
+        covariance[index].addmm_(part.T, part, beta=1 - weight)  # Eq. 10
+    mean[present] += share[:, None] * shift  # Eq. 9
+    count += batch_count  # Eq. 11
+
+
+def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised ``Products.partial``, ``Products.product`` and ``Products.own``."""
+    num_classes, num_features = weight.shape
+    return (
+        weight.new_zeros(slots, 1, num_classes),
+        weight.new_empty(slots, num_classes, num_features),  # unused slots are never touched
+        weight.new_empty(0, num_features),
+    )
+
+
+def multiply(covariance: Tensor, weight: Tensor, target: Tensor, precision: str) -> ProductTensors:
+    """The products (W − w_c) Σ_c for the classes of the batch, a ``kernels.Products``.
+
+    Args:
+        covariance: feature covariance of each class, symmetric.
+        weight: rows of the final linear layer.
+        target: class indices; negative ones are skipped.
+        precision: of the products on CUDA, see :class:`isda.FullCovariance`.
+
+    Shape:
+        covariance (C', A, A) with C' <= C, weight (C, A), target (N,).
+    """
+    slots = min(len(target), len(covariance))
+    partial, product, own = empty_products(weight, slots, precision)
+    present = target[target >= 0].unique()
+    slot = torch.full((len(covariance),), -1, dtype=torch.int32, device=target.device)
+    slot[present] = torch.arange(len(present), dtype=torch.int32, device=target.device)
+    for position, index in enumerate(present.tolist()):
+        margin = weight - weight[index]  # (C, A)
+        torch.mm(margin, covariance[index], out=product[position])
+        torch.linalg.vecdot(product[position], margin, out=partial[position, 0])
+    classes = F.pad(present, (0, slots - len(present)), value=-1).to(torch.int32)
+    return Products(partial, product, own, slot, classes)
+
+
+def update_and_multiply_(
+    moments: Sequence[Tensor],
+    features: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    decay: float,
+    precision: str,
+) -> ProductTensors:
+    """:func:`update_`, then :func:`multiply`; on CUDA in one pass over the covariances."""
+    update_(moments, features, target, decay)
+    return multiply(moments[2], weight, target, precision)
+
+
+def quadratic_rows(
+    weight: Tensor,
+    target: Tensor,
+    partial: Tensor,
+    product: Tensor,
+    own: Tensor,
+    slot: Tensor,
+    classes: Tensor,
+) -> Tensor:
+    """Quadratic term of every sample (N, C), 0 for skipped ones, with a gradient of the weight.
+
+    Args:
+        weight: rows of the final linear layer.
+        target: class indices; negative ones are skipped.
+        partial: this and the following: see ``kernels.Products``.
+    """
+    table = F.pad(partial.sum(1), (0, 0, 0, 1))  # (P + 1, C), the last row for skipped samples
+    return table[torch.where(target >= 0, slot[target.clamp(min=0)], len(partial))]
+
+
+def weight_gradient(
+    grad: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    product: Tensor,
+    own: Tensor,
+    slot: Tensor,
+    classes: Tensor,
+) -> Tensor:
+    """Gradient of the weight from that of the quadratic term (the quadratic part of Eq. 13).
+
+    The weight itself is not used. It is an argument so that second derivatives raise.
+
+    With G_c the sum of the gradients over the samples of class c and T_c = (W − w_c) Σ_c, row j
+    gets 2 G_cj T_cj and row c gets −2 Σ_j G_cj T_cj. (The paper's row j = y_i is wrong for C > 2:
+    the rows must sum to 0.)
+    """
+    rows = grad.new_zeros(len(classes) + 1, grad.shape[1])  # (P + 1, C)
+    rows.index_add_(0, torch.where(target >= 0, slot[target.clamp(min=0)], len(classes)), grad)
+    result = grad.new_zeros(product.shape[1:])
+    for position, index in enumerate(classes.tolist()):
+        if index < 0:
+            break
+        result.addcmul_(product[position], rows[position][:, None], value=2)
+        result[index].addmv_(product[position].T, rows[position], alpha=-2)
+    return result

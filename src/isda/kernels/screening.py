@@ -1,0 +1,126 @@
+"""Which samples of a batch count, and whether all are valid."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isda.checks import LARGEST
+from isda.kernels.launch import power_of_2
+
+__all__ = ["count_step", "screen"]
+
+
+def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
+    """See ``isda.kernels.cpu.screen``."""
+    features, target = features.contiguous(), target.contiguous()
+    index = torch.empty_like(target)
+    if len(target):
+        width = features.shape[1]
+        _screen[(len(target),)](
+            features,
+            target,
+            index,
+            num_classes,
+            width,
+            ignore_index,
+            LARGEST,
+            block=min(power_of_2(width), 1024),
+        )
+    return index
+
+
+def count_step(
+    step: Tensor,
+    problem: Tensor,
+    index: Tensor,
+    lambda_0: float,
+    total_steps: int,
+    world_size: int,
+    mean: bool,
+    progress: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See ``isda.kernels.cpu.count_step``."""
+    valid = torch.empty_like(index)
+    scale = torch.empty((), dtype=torch.float64, device=index.device)
+    strength = torch.empty((), dtype=torch.float32, device=index.device)
+    _count_step[(1,)](
+        step,
+        problem,
+        index.contiguous(),
+        step if progress is None else progress,
+        valid,
+        scale,
+        strength,
+        len(index),
+        float(lambda_0),
+        float(total_steps),
+        float(world_size),
+        mean=mean,
+        counted=progress is None,
+        block=min(power_of_2(max(len(index), 1)), 1024),
+    )
+    return valid, scale, strength
+
+
+@triton.jit
+def _screen(  # type: ignore[no-untyped-def]
+    features, target, index, num_classes, num_features, ignore_index, largest, block: tl.constexpr
+):
+    sample = tl.program_id(0).to(tl.int64)
+    bad = tl.zeros((block,), dtype=tl.int32)
+    for first in range(0, num_features, block):
+        column = first + tl.arange(0, block)
+        inside = column < num_features
+        value = tl.load(features + sample * num_features + column, mask=inside, other=0.0)
+        bad += tl.where(tl.abs(value.to(tl.float32)) < largest, 0, 1)  # 1 for NaN
+    label = tl.load(target + sample)
+    valid = (label >= 0) & (label < num_classes)
+    result = tl.where(tl.sum(bad) > 0, -2, label)  # BAD_FEATURES
+    result = tl.where(valid, result, -3)  # BAD_TARGET
+    tl.store(index + sample, tl.where(label == ignore_index, -1, result))  # SKIP
+
+
+@triton.jit
+def _count_step(  # type: ignore[no-untyped-def]
+    step,
+    problem,
+    index,
+    progress,
+    valid,
+    scale,
+    strength,
+    num_samples,
+    lambda_0,
+    total_steps,
+    world_size,
+    mean: tl.constexpr,
+    counted: tl.constexpr,
+    block: tl.constexpr,
+):
+    counts = tl.zeros((block,), dtype=tl.int32)
+    least = tl.zeros((block,), dtype=tl.int64)
+    for first in range(0, num_samples, block):
+        position = first + tl.arange(0, block)
+        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        counts += (value >= 0).to(tl.int32)
+        least = tl.minimum(least, value)
+    number = tl.sum(counts)
+    found = tl.maximum(-1 - tl.min(least), 0)  # 1: bad features, 2: bad target
+    for first in range(0, num_samples, block):
+        position = first + tl.arange(0, block)
+        value = tl.load(index + position, mask=position < num_samples, other=-1)
+        value = tl.where(found > 0, -1, value)
+        tl.store(valid + position, value, mask=position < num_samples)
+    factor = 1.0
+    if mean:
+        factor = world_size / tl.maximum(number, 1).to(tl.float32)
+    done = tl.load(step)
+    if counted:
+        ramp = tl.minimum(done.to(tl.float32) / total_steps, 1.0)
+    else:
+        ramp = tl.load(progress).to(tl.float32)
+    tl.store(strength, lambda_0 * ramp)
+    tl.store(scale, tl.where(found > 0, 0.0, factor))
+    tl.store(step, done + (found == 0).to(tl.int64))
+    tl.store(problem, tl.maximum(tl.load(problem), found))

@@ -1,0 +1,322 @@
+"""The dispatch: the only place that chooses between plain torch and Triton kernels.
+
+Each operation is a custom operator, so that ``torch.compile(fullgraph=True)`` sees one node with
+static shapes while the implementation may loop over the classes of the batch. Equations:
+``isda/functional``; implementations: ``isda/kernels``.
+
+The environment variable ``ISDA_TRITON=0`` (read at import) turns the Triton kernels off.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef, custom_op
+
+from isda import functional
+from isda.checks import is_scalar
+from isda.functional import Moments
+from isda.functional.losses import Reduction, flatten, require_reduction
+from isda.kernels import Products, cpu
+
+__all__ = [
+    "count_step",
+    "cross_entropy",
+    "full_quadratic",
+    "isda_cross_entropy",
+    "screen",
+    "update_",
+    "update_and_quadratic",
+    "uses_triton",
+]
+
+_ENABLED = (
+    os.environ.get("ISDA_TRITON", "1") != "0"
+    and torch.version.hip is None
+    and importlib.util.find_spec("triton") is not None
+)
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    """Whether the Triton kernels run on this tensor: on NVIDIA GPUs from Ampere (sm_80) on."""
+    return (
+        tensor.is_cuda
+        and _ENABLED
+        and tensor.dtype != torch.float64
+        and torch.cuda.get_device_properties(tensor.device).major >= 8
+    )
+
+
+def full_quadratic(weight: Tensor, target: Tensor, covariance: Tensor, precision: str) -> Tensor:
+    """:func:`isda.functional.full_quadratic`, with a gradient of the weight only.
+
+    Args:
+        weight: rows of the final linear layer.
+        target: class indices; rows of negative ones are 0.
+        covariance: feature covariance of each class, symmetric.
+        precision: of the products on CUDA, see :class:`isda.FullCovariance`.
+
+    Shape:
+        weight (C, A), target (N,), covariance (C', A, A) with C' <= C; output (N, C).
+    """
+    products = _multiply(covariance, weight.detach(), target, precision)
+    rows: Tensor = _quadratic_rows(weight, target, *products)
+    return rows
+
+
+def update_and_quadratic(
+    moments: Moments,
+    features: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    decay: float,
+    precision: str,
+) -> Tensor:
+    """``update_``, then :func:`full_quadratic`, on CUDA in one pass over the covariances."""
+    products = _update_and_multiply_(
+        list(moments), features, target, weight.detach(), decay, precision
+    )
+    rows: Tensor = _quadratic_rows(weight, target, *products)
+    return rows
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """:func:`isda.functional.cross_entropy`, fused on CUDA."""
+    if (
+        uses_triton(logits)
+        and class_weight is None
+        and not label_smoothing
+        and not target.is_floating_point()
+        and target.shape == logits.shape[:1] + logits.shape[2:]
+    ):
+        require_reduction(reduction)
+        loss, *_ = _fused_cross_entropy(
+            flatten(logits), None, target.flatten(), None, None, ignore_index, reduction == "mean"
+        )
+        if reduction == "sum":
+            return loss.sum()
+        return loss.view(target.shape) if reduction == "none" else loss
+    return functional.cross_entropy(
+        logits,
+        target,
+        class_weight=class_weight,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
+
+
+def isda_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    quadratic: Tensor,
+    *,
+    strength: float | Tensor,
+    scale: Tensor,
+    class_weight: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    reduction: Reduction,
+) -> Tensor:
+    """:func:`isda.functional.isda_cross_entropy`, fused on CUDA, summed and scaled.
+
+    Args:
+        logits: this and the following: see :func:`isda.functional.isda_cross_entropy`.
+        target: class indices or class probabilities.
+        quadratic: variance of every logit margin.
+        strength: λ.
+        scale: factor of the losses. 0 stands for a bad batch: the loss is NaN, without gradients.
+        class_weight: weight of each class.
+        label_smoothing: share of the target that is spread over all classes.
+        ignore_index: class index of samples that do not count.
+        reduction: "none" for the losses of the samples, else their scaled sum.
+    """
+    if (
+        uses_triton(logits)
+        and uses_triton(quadratic)
+        and class_weight is None
+        and not label_smoothing
+        and not target.is_floating_point()
+        and is_scalar(strength)
+    ):
+        if isinstance(strength, Tensor):
+            strength = strength.detach().to(logits.device, torch.float32)
+        else:
+            strength = torch.full((), strength, dtype=torch.float32, device=logits.device)
+        loss, *_ = _fused_cross_entropy(
+            logits, quadratic, target, strength, scale, ignore_index, reduction != "none"
+        )
+        return loss
+    loss = functional.isda_cross_entropy(
+        logits,
+        target,
+        quadratic,
+        strength=strength,
+        class_weight=class_weight,
+        label_smoothing=label_smoothing,
+        ignore_index=ignore_index,
+        reduction="none" if reduction == "none" else "sum",
+    )
+    return torch.where(scale == 0, torch.nan, loss * scale.to(loss.dtype))
+
+
+def _register(
+    name: str, fake: Callable[..., Any], *, mutates_args: Iterable[str] = ()
+) -> CustomOpDef:
+    """Make an operator of the function in ``kernels/cpu.py`` and its counterpart for CUDA."""
+    operator = custom_op(f"isda::{name}", getattr(cpu, name), mutates_args=mutates_args)
+    operator.register_kernel("cuda", lambda *args: _on_cuda(name, *args))
+    operator.register_fake(fake)
+    return operator
+
+
+def _on_cuda(name: str, *args: Any) -> Any:
+    """Call a Triton kernel on the device of its arguments, or plain torch if it does not run."""
+    first = args[0][2] if isinstance(args[0], list) else args[0]
+    function = getattr(_backend(first), name)
+    with torch.cuda.device_of(first):  # Triton launches on the current device
+        return function(*args)
+
+
+def _backend(tensor: Tensor) -> Any:
+    if uses_triton(tensor):
+        from isda.kernels import cuda  # imports Triton
+
+        return cuda
+    return cpu
+
+
+def _fake_products(covariance: Tensor, weight: Tensor, target: Tensor, precision: str) -> Products:
+    slots = min(target.shape[0], covariance.shape[0])
+    partial, product, own = _backend(covariance).empty_products(weight, slots, precision)
+    slot = target.new_empty(covariance.shape[0], dtype=torch.int32)
+    return Products(partial, product, own, slot, target.new_empty(slots, dtype=torch.int32))
+
+
+screen = _register("screen", lambda features, target, *_: torch.empty_like(target))
+count_step = _register(
+    "count_step",
+    lambda step, problem, index, *_: (
+        torch.empty_like(index),
+        step.new_empty((), dtype=torch.float64),
+        step.new_empty((), dtype=torch.float32),
+    ),
+    mutates_args=("step", "problem"),
+)
+update_ = _register("update_", lambda *_: None, mutates_args=("moments",))
+_multiply = _register("multiply", _fake_products)
+_update_and_multiply_ = _register(
+    "update_and_multiply_",
+    lambda moments, features, target, weight, decay, precision: _fake_products(
+        moments[2], weight, target, precision
+    ),
+    mutates_args=("moments",),
+)
+_weight_gradient = _register("weight_gradient", lambda grad, weight, *_: torch.empty_like(weight))
+_quadratic_rows = _register(
+    "quadratic_rows",
+    lambda weight, target, partial, *_: partial.new_empty(target.shape[0], weight.shape[0]),
+)
+
+
+def _save_products(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    weight, target, _, *products = inputs
+    ctx.save_for_backward(weight, target, *products)
+
+
+_quadratic_rows.register_autograd(
+    lambda ctx, grad: (_weight_gradient(grad, *ctx.saved_tensors), *(None,) * 6),
+    setup_context=_save_products,
+)
+
+
+@custom_op("isda::cross_entropy", mutates_args=(), device_types="cuda")
+def _fused_cross_entropy(
+    logits: Tensor,
+    quadratic: Tensor | None,
+    target: Tensor,
+    strength: Tensor | None,
+    scale: Tensor | None,
+    ignore_index: int,
+    reduce: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross entropy of logits + (λ/2) quadratic in float32, by Triton.
+
+    Args:
+        logits: output of the final linear layer.
+        quadratic: variance of every logit margin, float32; None for ordinary cross entropy.
+        target: class indices; the loss of a class out of range is NaN.
+        strength: λ, float32.
+        scale: factor of the sum of the losses, see :func:`isda_cross_entropy`; None for their mean.
+        ignore_index: class index of samples that do not count.
+        reduce: False for the losses of the samples.
+
+    Returns:
+        the loss, and for the backward pass the log-sum-exp of every sample and the factor.
+    """
+    inputs = (logits, quadratic, target, strength, scale, ignore_index, reduce)
+    result: tuple[Tensor, Tensor, Tensor] = _on_cuda("cross_entropy", *inputs)
+    return result
+
+
+@_fused_cross_entropy.register_fake
+def _(logits: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    total = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    loss = logits.new_empty((), dtype=torch.float32) if others[-1] else torch.empty_like(total)
+    return loss, total, logits.new_empty((), dtype=torch.float64)
+
+
+@custom_op("isda::cross_entropy_backward", mutates_args=(), device_types="cuda")
+def _cross_entropy_backward(
+    grad: Tensor,
+    logits: Tensor,
+    quadratic: Tensor | None,
+    target: Tensor,
+    strength: Tensor | None,
+    total: Tensor,
+    factor: Tensor,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the logits and of the quadratic term (empty without one)."""
+    inputs = (logits, quadratic, target, strength, total, factor, ignore_index)
+    result: tuple[Tensor, Tensor] = _on_cuda("cross_entropy_backward", grad, *inputs)
+    return result
+
+
+@_cross_entropy_backward.register_fake
+def _(grad: Tensor, logits: Tensor, quadratic: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    quadratic_grad = logits.new_empty(0) if quadratic is None else torch.empty_like(quadratic)
+    return logits.new_empty(logits.shape), quadratic_grad
+
+
+def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, quadratic, target, strength, _, ctx.ignore_index, _ = inputs
+    ctx.save_for_backward(logits, quadratic, target, strength, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate_cross_entropy(
+    ctx: Any, grad: Tensor | None, *_: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
+    saved = ctx.saved_tensors  # read once: gradient checkpointing allows no more
+    logits_grad, quadratic_grad = _cross_entropy_backward(grad, *saved, ctx.ignore_index)
+    return logits_grad, None if saved[1] is None else quadratic_grad, *(None,) * 5
+
+
+_fused_cross_entropy.register_autograd(
+    _differentiate_cross_entropy, setup_context=_save_cross_entropy
+)
