@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from isda.experiments.bench import isda_recipe, usual_batch_size
 from isda.experiments.networks import NETWORKS, create_network
+from isda.experiments.training.step_cost import isda_recipe, usual_batch_size
 
 STEPS = ("compile", "cost", "kernels", "train")
 DATA = {"cifar100": 32, "imagenet": 8}  # and the steps that are timed at once

@@ -396,7 +396,7 @@ def _loss(case: Case, features: Tensor, target: Tensor, head: nn.Linear) -> Call
 
 def _criterion(case: Case, num_features: int, num_classes: int) -> nn.Module:
     if case.form in BASELINES:
-        from isda.experiments import baselines
+        from isda.experiments.losses import baselines
 
         create: dict[str, Callable[[], nn.Module]] = {
             "focal": baselines.FocalLoss,

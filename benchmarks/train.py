@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from isda.experiments.bench import SHAPES, random_images
-from isda.experiments.company import Company
 from isda.experiments.cost import multiply_adds
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import Recipe, get_recipe
-from isda.experiments.runs import environment
-from isda.experiments.step import Lane
-from isda.experiments.train import join_processes
+from isda.experiments.training.environment import environment
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import join_processes
+from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.step_cost import SHAPES, random_images
 
 EPOCH_IMAGES = {"digits": 1437, "cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167}
 COLUMNS = {  # header of the Markdown table
@@ -107,7 +107,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     lanes = [Lane(recipe, seed, data, device) for seed in range(number)]
-    company = Company(lanes, capture=on_gpu and not arguments.no_capture)
+    company = SideBySide(lanes, capture=on_gpu and not arguments.no_capture)
     began = time.perf_counter()
     company.train_epoch()
     company.evaluate()
@@ -132,7 +132,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     }
 
 
-def timed(company: Company, device: torch.device) -> float:
+def timed(company: SideBySide, device: torch.device) -> float:
     """Seconds of an epoch of training, without the evaluation."""
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import isda
-from isda.experiments import baselines, draws
-from isda.experiments.baselines import (
+from isda.experiments.data import counter_rng
+from isda.experiments.losses import baselines
+from isda.experiments.losses.baselines import (
     CenterLoss,
     CrossEntropyLoss,
     DisturbLabelLoss,
@@ -34,7 +35,7 @@ from isda.experiments.baselines import (
     focal_loss,
     lq_loss,
 )
-from isda.experiments.large_margin import (
+from isda.experiments.losses.large_margin import (
     annealed_beta,
     large_margin_cosine,
     large_margin_logits,
@@ -90,7 +91,7 @@ def reference(criterion: nn.Module, x: Inputs) -> Tensor:
     losses = []
     target = x.target
     if isinstance(criterion, DisturbLabelLoss):
-        key = draws.key(criterion.seed, 0xD1, int(criterion.step), device=target.device)
+        key = counter_rng.key(criterion.seed, 0xD1, int(criterion.step), device=target.device)
         target = disturb_label(target, key, num_classes=C, noise_rate=criterion.noise_rate)
     for i in range(len(x.target)):
         a, y = x.features[i], int(target[i])
@@ -195,7 +196,7 @@ def test_ignored_labels_are_left_out(name, ignored, device):
     loss = call(criterion, x._replace(target=target))
     found = torch.autograd.grad(loss, [x.features, x.weight, *criterion.parameters()])
     if name == "disturb_label":  # a label's place decides its draw
-        key = draws.key(criterion.seed, 0xD1, 0, device=device)
+        key = counter_rng.key(criterion.seed, 0xD1, 0, device=device)
         drawn = disturb_label(x.target, key, num_classes=C, noise_rate=criterion.noise_rate)
         others, x = CrossEntropyLoss(), x._replace(target=drawn)
     else:
@@ -220,7 +221,7 @@ def test_ignored_labels_in_evaluation(name, device):
 def test_ignored_labels_are_not_disturbed(device):
     target = torch.arange(200, device=device) % C
     target[::2] = -100
-    key = draws.key(0, device=device)
+    key = counter_rng.key(0, device=device)
     found = disturb_label(target, key, num_classes=C, noise_rate=1.0)
     assert (found[::2] == -100).all()
     assert not torch.equal(found[1::2], target[1::2])
@@ -371,7 +372,7 @@ def test_center_gradient_is_that_of_center_loss(device):
 def test_noise_rate_and_uniformity(device):
     samples, rate, classes = 200_000, 0.3, 7
     target = torch.full((samples,), 2, dtype=torch.int64, device=device)
-    key = draws.key(5, device=device)
+    key = counter_rng.key(5, device=device)
     found = disturb_label(target, key, num_classes=classes, noise_rate=rate)
     count = torch.bincount(found, minlength=classes).double().cpu() / samples
     expected = torch.full((classes,), rate / classes, dtype=torch.float64)
@@ -386,7 +387,7 @@ def test_draws_are_fresh_in_every_step_and_place(device):
     target = torch.full((samples,), 1000, dtype=torch.int64, device=device)  # never drawn
     masks, labels = [], []
     for step in range(2):
-        key = draws.key(0, step, device=device)
+        key = counter_rng.key(0, step, device=device)
         drawn = disturb_label(target, key, num_classes=classes, noise_rate=rate)
         masks.append((drawn < 1000).double().cpu())
         labels.append(drawn.double().cpu())
@@ -401,7 +402,7 @@ def test_draws_are_fresh_in_every_step_and_place(device):
 
 def test_a_place_decides_its_draw(device):
     target = torch.arange(20, device=device) % C
-    key = draws.key(1, device=device)
+    key = counter_rng.key(1, device=device)
     options: dict[str, Any] = {"num_classes": C, "noise_rate": 0.5}
     whole = disturb_label(target, key, **options)
     assert not torch.equal(whole, target)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from isda.experiments.report import update_markdown
-from isda.experiments.runs import load_runs
+from isda.experiments.records import load_runs
+from isda.experiments.report.report import update_markdown
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "train.py"

@@ -22,7 +22,7 @@ from isda.experiments.cli import main
 from isda.experiments.flags import _one_line
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import RECIPES, Recipe, run_name
-from isda.experiments.runs import Run, load_runs, summary
+from isda.experiments.records import Run, load_runs, summary
 
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # of the bundled digits
 
@@ -206,7 +206,7 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("isda.experiments.train.train", interrupt)
+    monkeypatch.setattr("isda.experiments.training.loop.train", interrupt)
     assert main(["train"]) == 130
     printed = capsys.readouterr().err
     assert printed == "isda: stopped; --resume goes on from the last checkpoint, if any\n"
@@ -219,7 +219,7 @@ def test_a_path_that_cannot_be_looked_at(refused: Callable[..., str]) -> None:
         ["train", *QUICK, "--device", "cpu", "--out", long],
         ["report", "--runs", long],
     ):
-        assert re.search("File name too long|no folder", refused(*command))
+        assert re.search("File name too long|does not exist", refused(*command))
 
 
 def test_without_the_extra(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def test_resume_on_other_images(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ("metrics.jsonl", "[1, 2]\n", "line 1 is not the record of epoch 0"),
         ("metrics.jsonl", "{}\n", "line 1 is not the record of epoch 0"),
         ("metrics.jsonl", '{"epoch": 0, "test_error": "x"}\n', "line 1 is not the record"),
-        ("config.json", "[]", "is not the record of a run"),
+        ("config.json", "[]", "is not a run record"),
     ],
 )
 def test_records_that_are_none(
@@ -423,7 +423,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     """Names of runs, without training them; each does as the name of a folder."""
     planned = []
     monkeypatch.setattr(
-        "isda.experiments.train.train", lambda plans, options: planned.append(plans) or []
+        "isda.experiments.training.loop.train", lambda plans, options: planned.append(plans) or []
     )
 
     def names(*arguments: str) -> list[str]:

@@ -16,10 +16,6 @@ from torchvision import models
 
 from isda import ISDALoss
 from isda.covariance import DiagonalCovariance, FullCovariance
-from isda.experiments import bench
-from isda.experiments.baselines import CrossEntropyLoss
-from isda.experiments.bench import CASES, MeasuredCost, measured_cost, random_images
-from isda.experiments.company import Company
 from isda.experiments.cost import (
     TheoreticalCost,
     cost_table,
@@ -30,10 +26,14 @@ from isda.experiments.cost import (
     write_costs,
 )
 from isda.experiments.errors import InputError
-from isda.experiments.memory import peak_host_memory
+from isda.experiments.losses.baselines import CrossEntropyLoss
 from isda.experiments.published import COST
 from isda.experiments.recipes import get_recipe
-from isda.experiments.runs import environment
+from isda.experiments.training import step_cost
+from isda.experiments.training.environment import environment
+from isda.experiments.training.memory import peak_host_memory
+from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.step_cost import CASES, MeasuredCost, measured_cost, random_images
 
 WEIGHTS = {  # with torchvision's counts of parameters and multiply-adds
     "resnet50": models.ResNet50_Weights.IMAGENET1K_V1,
@@ -220,7 +220,7 @@ def test_added_memory_is_the_state(device: torch.device) -> None:
 def test_criteria_are_exchanged(device: torch.device) -> None:
     data = random_images(12, num_classes=10, shape=(1, 8, 8), device=device)
     recipe = get_recipe("digits-resnet8-isda")
-    trained = bench._Bench(recipe, data, device)
+    trained = step_cost._Bench(recipe, data, device)
     lane = trained._lane
     weight = lane.network.get_classifier().weight
     for case, structure in (("diagonal", DiagonalCovariance), ("full", FullCovariance)):
@@ -230,7 +230,7 @@ def test_criteria_are_exchanged(device: torch.device) -> None:
         with trained._using(criterion):
             assert isinstance(lane.criterion, ISDALoss)
             assert type(lane.criterion.estimator) is structure
-            Company([lane], capture=False).train_epoch()
+            SideBySide([lane], capture=False).train_epoch()
             assert lane.criterion.estimator.count.sum() == before + 12
             assert before == 24  # once to begin with, once timed
             assert float(lane.progress) == 0.5  # λ is in force
@@ -261,8 +261,8 @@ class Machine:
 
 
 def measure(create: Callable[[], object], repeats: int = 5) -> list[MeasuredCost]:
-    times, peaks = bench._take_turns(create, repeats)
-    return bench._summary(times, peaks, batch_size=4, precision="fp32")
+    times, peaks = step_cost._take_turns(create, repeats)
+    return step_cost._summary(times, peaks, batch_size=4, precision="fp32")
 
 
 def test_cases_take_turns() -> None:
@@ -278,7 +278,7 @@ def test_cases_take_turns() -> None:
 
 def test_medians() -> None:
     times = {"ce": [2.0, 100.0, 1.0], "diagonal": [2.2, 2.4, 2.0], "full": [3.0, 3.0, 3.0]}
-    rows = bench._summary(times, {}, batch_size=4, precision="fp32")
+    rows = step_cost._summary(times, {}, batch_size=4, precision="fp32")
     assert [row.milliseconds for row in rows] == pytest.approx([2000, 2200, 3000])
     assert [row.added_percent for row in rows] == pytest.approx([0, 10, 50])
     assert [row.spread_percent for row in rows] == pytest.approx([4900, 100 / 11, 0])
@@ -299,7 +299,7 @@ def test_what_does_not_fit() -> None:
 
     assert [row.note for row in measure(no_room)] == ["does not fit"] * 3
 
-    alone = bench._summary({"full": [1.0]}, {}, batch_size=4, precision="fp32")
+    alone = step_cost._summary({"full": [1.0]}, {}, batch_size=4, precision="fp32")
     assert alone[2].note == "does not fit"  # nothing to compare it with
 
     def broken() -> Machine:
@@ -312,9 +312,11 @@ def test_what_does_not_fit() -> None:
 def test_statistics_beyond_the_host_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     full = 4 * 10 * 64 * 64  # bytes of ten matrices
     options = {"device": torch.device("cpu"), "batch_size": 4, "steps": 1, "repeats": 1}
-    monkeypatch.setattr(bench, "_host_memory", lambda: 2 * full)
+    monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * full)
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", "does not fit"]
-    monkeypatch.setattr(bench, "_host_memory", lambda: 2 * full + 2 * 10_000)  # means and counts
+    monkeypatch.setattr(
+        step_cost, "_host_memory", lambda: 2 * full + 2 * 10_000
+    )  # means and counts
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", ""]
 
 
@@ -509,7 +511,7 @@ def test_errors_of_the_command(
     def never(*_: object) -> None:
         raise AssertionError("measured before the mistake was found")
 
-    monkeypatch.setattr(bench, "_take_turns", never)
+    monkeypatch.setattr(step_cost, "_take_turns", never)
     with pytest.raises(InputError, match=message):
         main(words.split())
 

@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from isda.experiments import draws
-from isda.experiments.data import (
+from isda.experiments.data import counter_rng
+from isda.experiments.data.arrays import (
     ImageArrays,
     epoch_order,
     load_data,
@@ -25,8 +25,8 @@ from isda.experiments.data import (
     split,
     steps_per_epoch,
 )
+from isda.experiments.data.folders import FolderImages, _to_rgb
 from isda.experiments.errors import InputError
-from isda.experiments.folder import FolderImages, _to_rgb
 
 SIZE = 16
 
@@ -109,11 +109,11 @@ def test_normalize_is_captured_in_a_cuda_graph() -> None:
 
 
 def test_epoch_order_and_steps() -> None:
-    order = epoch_order(1000, draws.key(0, 1))
+    order = epoch_order(1000, counter_rng.key(0, 1))
     assert order.sort().values.tolist() == list(range(1000))
     assert order.tolist() != list(range(1000))
-    assert torch.equal(order, epoch_order(1000, draws.key(0, 1)))
-    assert not torch.equal(order, epoch_order(1000, draws.key(0, 2)))
+    assert torch.equal(order, epoch_order(1000, counter_rng.key(0, 1)))
+    assert not torch.equal(order, epoch_order(1000, counter_rng.key(0, 2)))
     for number in (1, 127, 128, 129, 50_000):
         assert steps_per_epoch(number, 128) == len(range(0, number, 128))
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from isda.experiments.draws import bits, fold, integers, key, normal, permutation, uniform
+from isda.experiments.data.counter_rng import (
+    bits,
+    fold,
+    integers,
+    key,
+    normal,
+    permutation,
+    uniform,
+)
 
 NUMBER = 2**16
 SIGMAS = 6.0  # a sound generator leaves 6 standard deviations once in 5e8 draws

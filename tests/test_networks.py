@@ -16,7 +16,7 @@ from pytorchcv.models.wrn_cifar import get_wrn_cifar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda.experiments import draws
+from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
 from isda.experiments.networks import (
     NETWORKS,
@@ -171,7 +171,7 @@ def test_timm_model_keeps_its_output(device: torch.device) -> None:
     assert network.forward_features(images).shape == (2, 512)
     torch.testing.assert_close(network(images), network.model(images))
     network.train()
-    assert bind_draws(network, draws.key(1, device=device)) == 1
+    assert bind_draws(network, counter_rng.key(1, device=device)) == 1
     dropped = (network.forward_features(images) == 0).float().mean()
     assert dropped >= 0.4  # 5 σ below 0.5 for 1024 elements
 
@@ -351,7 +351,7 @@ RATE = 0.3
 def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch.device) -> None:
     layer = Dropout(RATE)
     if bound:
-        bind_draws(layer, draws.key(7, device=device))
+        bind_draws(layer, counter_rng.key(7, device=device))
     x = torch.full((40, 25, 8, 5), 2.0, device=device, requires_grad=True)
     output = layer(x)
     output.sum().backward()
@@ -369,17 +369,17 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch
 
 def test_dropout_depends_on_key_and_layer(device: torch.device) -> None:
     layers = nn.ModuleList([Dropout(RATE), Dropout(RATE)])
-    key = draws.key(1, device=device)
+    key = counter_rng.key(1, device=device)
     assert bind_draws(layers, key) == 2
     x = torch.ones(64, 16, device=device)
     first, second = layers[0](x), layers[1](x)
     assert torch.equal(layers[0](x), first)
     assert not torch.equal(first, second)
-    key.copy_(draws.key(2, device=device))  # the next step
+    key.copy_(counter_rng.key(2, device=device))  # the next step
     later = layers[0](x)
     both = ((first == 0) & (later == 0)).double().mean().item()
     assert abs(both - RATE**2) < 5 * math.sqrt(RATE**2 / x.numel())
-    key.copy_(draws.key(1, device=device))
+    key.copy_(counter_rng.key(1, device=device))
     assert torch.equal(layers[0](x), first)
     bind_draws(layers, None)
     torch.manual_seed(0)
@@ -404,7 +404,7 @@ def test_dropout_layers_are_counted_and_absent_at_rate_zero(name: str, layers: i
     with torch.device("meta"):
         plain = create_network(name, num_classes=10)
         dropping = create_network(name, num_classes=10, drop_rate=RATE)
-        key = draws.key(0)
+        key = counter_rng.key(0)
     assert bind_draws(plain, key) == 0
     assert bind_draws(dropping, key) == layers
     assert plain.state_dict().keys() == dropping.state_dict().keys()
@@ -418,7 +418,7 @@ def test_dropout_stands_between_the_convolutions(
     block: Callable[..., nn.Module], device: torch.device
 ) -> None:
     module = block(4, 6, 2, drop_rate=0.999).to(device)
-    bind_draws(module, draws.key(0, device=device))
+    bind_draws(module, counter_rng.key(0, device=device))
     seen = {}
     module.dropout.register_forward_hook(lambda m, inputs, output: seen.update(a=inputs, b=output))
     module.conv2.register_forward_pre_hook(lambda m, inputs: seen.update(c=inputs[0]))
@@ -443,7 +443,7 @@ def test_dropout_follows_both_convolutions_of_a_dense_layer(device: torch.device
 
 def test_imagenet_densenet_drops_by_key(device: torch.device) -> None:
     network = create_network("densenet121", num_classes=3, drop_rate=RATE).to(device)
-    key = draws.key(0, device=device)
+    key = counter_rng.key(0, device=device)
     bind_draws(network, key)
     images = torch.randn(2, 3, 32, 32).to(device)
     with torch.no_grad():
@@ -464,7 +464,7 @@ def test_shake_mixes_forward_and_backward_by_separate_weights(
     images = 500
     layer = ShakeShake()
     if bound:
-        bind_draws(layer, draws.key(3, device=device))
+        bind_draws(layer, counter_rng.key(3, device=device))
     shape = (images, 3, 2, 4)
     x1, x2 = (torch.randn(shape, device=device, dtype=torch.float64) for _ in range(2))
     x1.requires_grad_()
@@ -514,7 +514,7 @@ def test_a_rank_draws_its_slice_of_the_global_batch(
     for module in network.modules():  # statistics of a slice are not those of the batch
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    key = draws.key(4, device=device)
+    key = counter_rng.key(4, device=device)
     images = torch.randn(7, 3, 8, 8).to(device)
     bind_draws(network, key)
     with torch.no_grad():
@@ -531,13 +531,13 @@ def test_compiles_whole_and_follows_the_key(
     build: Callable[[], Network], device: torch.device
 ) -> None:
     network = build().to(device)
-    key = draws.key(0, device=device)
+    key = counter_rng.key(0, device=device)
     bind_draws(network, key)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     images = torch.randn(4, 3, 8, 8).to(device)
     outputs = []
     for step in range(2):
-        key.copy_(draws.key(step, device=device))
+        key.copy_(counter_rng.key(step, device=device))
         results = []
         for function in (network, compiled):
             network.zero_grad()
@@ -553,7 +553,7 @@ def test_compiles_whole_and_follows_the_key(
 @pytest.mark.parametrize("build", [_small_dropout, _small_shake])
 def test_half_precision_channels_last(build: Callable[[], Network], device: torch.device) -> None:
     network = build().to(device, memory_format=torch.channels_last)
-    bind_draws(network, draws.key(0, device=device))
+    bind_draws(network, counter_rng.key(0, device=device))
     images = torch.randn(4, 3, 16, 16).to(device, memory_format=torch.channels_last)
     layouts = []
     for module in network.modules():

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from isda.experiments import tables
-from isda.experiments.comparison import create_side, signed
 from isda.experiments.errors import InputError
-from isda.experiments.layout import NAMES
 from isda.experiments.published import COST
 from isda.experiments.recipes import RECIPES, Recipe, get_recipe
-from isda.experiments.report import (
+from isda.experiments.records import Run, load_runs
+from isda.experiments.report import tables
+from isda.experiments.report.comparison import create_side, signed
+from isda.experiments.report.intervals import difference
+from isda.experiments.report.paper_tables import NAMES
+from isda.experiments.report.report import (
     comparison,
     comparison_table,
     main,
@@ -30,8 +32,7 @@ from isda.experiments.report import (
     write_comparison_page,
     write_report_page,
 )
-from isda.experiments.runs import Run, load_runs
-from isda.experiments.statistics import difference
+from isda.experiments.training.run_folder import RunFolder
 
 CE, ISDA = "digits-resnet8-ce", "digits-resnet8-isda"
 FIRST = "cifar10-resnet110"
@@ -50,7 +51,7 @@ def make_run(
     """A run whose test error falls from 90 to about ``error``."""
     begun = get_recipe(start or name.partition("+")[0])
     recipe: Recipe = dataclasses.replace(begun, **changes)
-    run = Run.create(out, name, recipe, seed)
+    run = RunFolder.create(out, name, recipe, seed)
     noise = np.random.default_rng(seed)
     for epoch in range(recipe.epochs if epochs is None else epochs):
         late = epoch >= recipe.epochs - 10
@@ -256,7 +257,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
 def test_page_into_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (".", str(tmp_path)):
-        with pytest.raises(InputError, match=r"is a folder: name a file in it"):
+        with pytest.raises(InputError, match=r"is a folder: give the path of a file"):
             main(["--runs", str(RESULTS), "--page", folder])
 
 
@@ -345,7 +346,7 @@ def test_curves_are_means_over_seeds(tmp_path):
     epochs = get_recipe(CE).epochs
     for name, slopes in ((CE, (1, 1, 1)), (ISDA, (0, 0, 3))):
         for seed, slope in enumerate(slopes):
-            run = Run.create(tmp_path, name, get_recipe(name), seed)
+            run = RunFolder.create(tmp_path, name, get_recipe(name), seed)
             for epoch in range(epochs):
                 error = 10.0 + slope * epoch
                 run.append({"epoch": epoch, "test_error": error, "train_loss": 1.0, "seconds": 1})
@@ -365,7 +366,7 @@ def test_curves_are_means_over_seeds(tmp_path):
 
 def test_page_of_a_diverged_run(tmp_path):
     for name in (CE, ISDA):
-        run = Run.create(tmp_path, name, get_recipe(name), 0)
+        run = RunFolder.create(tmp_path, name, get_recipe(name), 0)
         for epoch in range(get_recipe(name).epochs):
             run.append(
                 {
@@ -385,7 +386,7 @@ def test_page_of_a_diverged_run(tmp_path):
 def test_names_are_escaped(tmp_path):
     for name, recipe in (("<b>-x-ce", get_recipe(CE)), ("<b>-x-isda", get_recipe(ISDA))):
         recipe = dataclasses.replace(recipe, network="<i>", epochs=1)
-        run = Run.create(tmp_path, name, recipe, 0)
+        run = RunFolder.create(tmp_path, name, recipe, 0)
         run.append({"epoch": 0, "test_error": 1.0, "train_loss": 1.0, "seconds": 1.0})
     path = tmp_path / "page.html"
     write_comparison_page(path, comparison(load_runs(tmp_path), "<b>-x-ce", "<b>-x-isda"))
@@ -400,7 +401,7 @@ def test_recipes_table(out, tmp_path):
     make_run(tmp_path / "changed", ISDA, 8, 3.0, lambda_0=0.1)  # not this recipe: does not count
     row = next(line for line in recipes_table(tmp_path).splitlines() if line.startswith(ISDA))
     assert expected_numbers(out)[1] + " (3)" in row
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="does not exist"):
         recipes_table(tmp_path / "nowhere")
 
 

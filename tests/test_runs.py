@@ -14,11 +14,14 @@ import pytest
 import scipy.stats
 import torch
 
-from isda.experiments import runs
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, RunError
 from isda.experiments.recipes import Recipe
-from isda.experiments.runs import Run, RunError, export, load_runs, summary
-from isda.experiments.statistics import difference, estimate, expected_calibration_error
+from isda.experiments.records import export, load_runs, summary
+from isda.experiments.report.intervals import difference, estimate
+from isda.experiments.training import environment as environment_module
+from isda.experiments.training import run_folder
+from isda.experiments.training.metrics import expected_calibration_error
+from isda.experiments.training.run_folder import RunFolder
 
 RECIPE = Recipe(
     data="digits", network="resnet8", augment=("crop",), epochs=12, batch_size=4,
@@ -32,7 +35,7 @@ class Crash(BaseException):
 
 @pytest.fixture
 def run(tmp_path):
-    return Run.create(tmp_path, "digits-resnet8-isda", RECIPE, 3)
+    return RunFolder.create(tmp_path, "digits-resnet8-isda", RECIPE, 3)
 
 
 def state(number: int) -> dict:
@@ -55,11 +58,11 @@ def same(one: dict | None, other: dict) -> bool:
 
 def test_commit_of_a_copy_is_the_one_given(monkeypatch):
     monkeypatch.setenv("ISDA_COMMIT", "abc")
-    runs._commit.cache_clear()
-    assert runs.environment()["commit"] == "abc"
+    environment_module._commit.cache_clear()
+    assert environment_module.environment()["commit"] == "abc"
     monkeypatch.delenv("ISDA_COMMIT")
-    runs._commit.cache_clear()
-    assert runs.environment()["commit"] != "abc"
+    environment_module._commit.cache_clear()
+    assert environment_module.environment()["commit"] != "abc"
 
 
 @pytest.mark.parametrize(
@@ -69,8 +72,8 @@ def test_commit_of_a_copy_is_the_one_given(monkeypatch):
 def test_a_record_of_another_kind_is_refused(run, change):
     path = run.folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(InputError, match=r"config.json is not the record of a run: "):
-        Run(run.folder)
+    with pytest.raises(InputError, match=r"config.json is not a run record: "):
+        RunFolder(run.folder)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +107,7 @@ def test_metrics_that_cannot_be_read(run):
 
 def test_config_round_trip(run, tmp_path):
     assert run.folder == tmp_path / "digits-resnet8-isda" / "3"
-    again = Run(run.folder)
+    again = RunFolder(run.folder)
     assert (again.name, again.seed, again.recipe) == (run.name, 3, RECIPE)
     config = json.loads((run.folder / "config.json").read_text())
     assert config["environments"][0]["torch"] == str(torch.__version__)
@@ -112,16 +115,16 @@ def test_config_round_trip(run, tmp_path):
 
 
 def test_existing_run_needs_resume(run, tmp_path):
-    with pytest.raises(InputError, match="use --resume or another --out"):
-        Run.create(tmp_path, run.name, RECIPE, 3)
-    assert Run.create(tmp_path, run.name, RECIPE, 3, resume=True).recipe == RECIPE
-    assert Run.create(tmp_path, run.name, RECIPE, 4, resume=True).load() is None  # begins
+    with pytest.raises(InputError, match="use --resume or a different --out"):
+        RunFolder.create(tmp_path, run.name, RECIPE, 3)
+    assert RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=True).recipe == RECIPE
+    assert RunFolder.create(tmp_path, run.name, RECIPE, 4, resume=True).load() is None  # begins
 
 
 def test_resume_with_another_recipe_names_the_fields(run, tmp_path):
     other = dataclasses.replace(RECIPE, lambda_0=0.25, milestones=(3,))
     with pytest.raises(InputError) as caught:
-        Run.create(tmp_path, run.name, other, 3, resume=True)
+        RunFolder.create(tmp_path, run.name, other, 3, resume=True)
     assert "lambda_0 0.5 → 0.25" in str(caught.value)
     assert "milestones (3, 5) → (3,)" in str(caught.value)
     assert "epochs" not in str(caught.value)
@@ -129,19 +132,22 @@ def test_resume_with_another_recipe_names_the_fields(run, tmp_path):
 
 def test_another_environment_is_recorded(run, tmp_path, monkeypatch):
     before = run.environments[0]
-    monkeypatch.setattr(runs, "environment", lambda device: {**before, "torch": "9.9"})
+    monkeypatch.setattr(run_folder, "environment", lambda device: {**before, "torch": "9.9"})
     with pytest.warns(UserWarning, match=r"torch .* → 9\.9"):
-        Run.create(tmp_path, run.name, RECIPE, 3, resume=True)
-    assert [record["torch"] for record in Run(run.folder).environments] == [before["torch"], "9.9"]
+        RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=True)
+    assert [record["torch"] for record in RunFolder(run.folder).environments] == [
+        before["torch"],
+        "9.9",
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Run.create(tmp_path, run.name, RECIPE, 3, resume=True)
+        RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=True)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b"])
 def test_name_must_be_a_folder_name(tmp_path, name):
     with pytest.raises(InputError, match="folder name"):
-        Run.create(tmp_path, name, RECIPE, 0)
+        RunFolder.create(tmp_path, name, RECIPE, 0)
 
 
 def test_checkpoint_round_trip(run):
@@ -188,11 +194,11 @@ def test_a_crash_at_any_point_of_save_leaves_a_good_checkpoint(run, monkeypatch,
             run.save(state(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert same(Run(run.folder).load(), state(1))
-    again = Run(run.folder)
+        assert same(RunFolder(run.folder).load(), state(1))
+    again = RunFolder(run.folder)
     again.load()
     again.save(state(5))  # goes on
-    assert same(Run(run.folder).load(), state(5))
+    assert same(RunFolder(run.folder).load(), state(5))
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip"])
@@ -212,7 +218,7 @@ def test_damaged_checkpoint_does_not_replace_the_good_one(run, monkeypatch):
     run.save(state(0))
     run.save(state(1))
     (run.folder / "checkpoint.pt").write_bytes(b"damaged")
-    again = Run(run.folder)
+    again = RunFolder(run.folder)
     with pytest.warns(UserWarning, match="damaged"):
         again.load()
 
@@ -228,7 +234,7 @@ def test_damaged_checkpoint_does_not_replace_the_good_one(run, monkeypatch):
         with pytest.raises(Crash):
             again.save(state(2))
     with pytest.warns(UserWarning, match="damaged"):
-        assert same(Run(run.folder).load(), state(0))
+        assert same(RunFolder(run.folder).load(), state(0))
     again.save(state(2))
     assert same(again.load(), state(2))
 
@@ -315,7 +321,7 @@ def test_full_disk_keeps_the_last_checkpoint(run, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(RunError, match=r"No space left on device; what was saved before"):
+        with pytest.raises(RunError, match=r"No space left on device; earlier files"):
             run.save(state(1))
         run_metrics = run.metrics()
         with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl"):
@@ -407,7 +413,7 @@ def test_export_and_load_runs(run, tmp_path):
     folder = export(run, tmp_path / "results")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl"]
     for seed in (11, 2):
-        Run.create(tmp_path / "more", "digits-resnet8-ce", RECIPE, seed)
+        RunFolder.create(tmp_path / "more", "digits-resnet8-ce", RECIPE, seed)
     (tmp_path / "more" / "config.json").write_text("{}")  # of some other program
     found = load_runs(tmp_path)
     assert [(one.name, one.seed) for one in found] == [
@@ -426,8 +432,8 @@ def test_export_and_load_runs(run, tmp_path):
 )
 def test_damaged_config_is_named(run, content):
     (run.folder / "config.json").write_text(content)
-    with pytest.raises(InputError, match=r"config\.json is not the record of a run"):
-        Run(run.folder)
+    with pytest.raises(InputError, match=r"config\.json is not a run record"):
+        RunFolder(run.folder)
 
 
 def test_estimate_against_numpy():

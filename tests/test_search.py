@@ -19,13 +19,14 @@ import pytest
 import torch
 
 from isda.experiments import search as module
-from isda.experiments.data import ImageArrays, load_data
+from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import RECIPES, Recipe
-from isda.experiments.runs import Run, load_runs
+from isda.experiments.records import Run, load_runs
 from isda.experiments.search import main, search
-from isda.experiments.step import Lane
-from isda.experiments.train import Options, Plan, train
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import Options, Plan, train
+from isda.experiments.training.run_folder import RunFolder
 
 DIGITS = RECIPES["digits-resnet8-isda"]
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200", "--device", "cpu"]
@@ -50,7 +51,9 @@ class Trainer:
         self.options.append(options)
         runs = []
         for plan in plans:
-            run = Run.create(options.out, plan.name, plan.recipe, plan.seed, resume=options.resume)
+            run = RunFolder.create(
+                options.out, plan.name, plan.recipe, plan.seed, resume=options.resume
+            )
             run.rewind(0)
             for epoch in range(plan.recipe.epochs):
                 # far off before the last 10 epochs, around the error in them
@@ -271,10 +274,10 @@ def test_runs_that_are_there(trainer: Callable[..., Trainer]) -> None:
     stand_in = trainer(lambda recipe, _: recipe.lambda_0)
     arguments = ["--candidates", "0.5", "1", "--hold-out", "9"]
     main(arguments)
-    with pytest.raises(InputError, match="already holds a run: use --resume or another --out"):
+    with pytest.raises(InputError, match="already holds a run: use --resume or a different --out"):
         main(arguments)
     # a run in the way of the last training is found before the first one
-    Run.create("new", "digits-resnet8-isda+lambda_0=1.0", replace(DIGITS, lambda_0=1.0), 2)
+    RunFolder.create("new", "digits-resnet8-isda+lambda_0=1.0", replace(DIGITS, lambda_0=1.0), 2)
     with pytest.raises(InputError, match=r"lambda_0=1\.0/2 already holds a run: use"):
         main([*arguments, "--out", "new"])
     assert len(stand_in.calls) == 2
@@ -284,7 +287,7 @@ def test_runs_that_are_there(trainer: Callable[..., Trainer]) -> None:
 
 def test_an_unfinished_run_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(plans: Sequence[Plan], options: Options) -> list[Run]:
-        return [Run.create(options.out, plan.name, plan.recipe, plan.seed) for plan in plans]
+        return [RunFolder.create(options.out, plan.name, plan.recipe, plan.seed) for plan in plans]
 
     monkeypatch.setattr(module, "train", nothing)
     with pytest.raises(InputError, match="is not finished: 0 of 20 epochs"):
@@ -316,7 +319,7 @@ def test_a_search_on_digits_goes_on_after_a_kill(
         return train(plans, options)
 
     seen: list[tuple[Recipe, ImageArrays]] = []
-    monkeypatch.setattr("isda.experiments.train.Lane", SpiedLane)
+    monkeypatch.setattr("isda.experiments.training.loop.Lane", SpiedLane)
     with monkeypatch.context() as patch:
         patch.setattr(module, "train", killed)
         with pytest.raises(KeyboardInterrupt):

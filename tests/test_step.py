@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isda import FullCovariance, ISDALoss
-from isda.experiments import step as step_module
-from isda.experiments.company import Company
-from isda.experiments.data import ImageArrays, load_data
-from isda.experiments.folder import FolderImages
+from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.data.folders import FolderImages
 from isda.experiments.networks import create_network
 from isda.experiments.networks.stochastic import Dropout
 from isda.experiments.recipes import RECIPES, Recipe, differing_fields
-from isda.experiments.step import Lane
+from isda.experiments.training import lane as lane_module
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.side_by_side import SideBySide
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
 
@@ -71,7 +71,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 def train(lanes: list[Lane], epochs: int, *, capture: bool = False) -> list[list[list[float]]]:
     """Results of every epoch."""
-    company = Company(lanes, capture=capture)
+    company = SideBySide(lanes, capture=capture)
     results = []
     for _ in range(epochs):
         company.train_epoch()
@@ -456,8 +456,8 @@ def test_evaluation_in_several_batches(
     lane = Lane(RECIPE, 0, data, device)
     (whole,) = train([lane], 1)[0]
     state = values(lane)
-    monkeypatch.setattr(step_module, "_TEST_BATCH", 30)  # 30, 30, 30, 11
-    (parts,) = Company([lane], capture=False).evaluate()
+    monkeypatch.setattr(lane_module, "_TEST_BATCH", 30)  # 30, 30, 30, 11
+    (parts,) = SideBySide([lane], capture=False).evaluate()
     # the same sums in another order
     assert parts == pytest.approx(whole, rel=1e-4)
     assert_same_bits(values(lane), state)

@@ -11,22 +11,25 @@ from test_data import cifar_arrays
 from test_report import make_run, raw_errors
 
 import isda
-from isda.experiments import baselines, cli, report, step, tables
-from isda.experiments.comparison import create_sides
+from isda.experiments import cli
 from isda.experiments.errors import InputError
-from isda.experiments.layout import Cell
+from isda.experiments.losses import baselines
 from isda.experiments.networks import create_network
 from isda.experiments.published import PUBLISHED, Result
 from isda.experiments.recipes import RECIPES, differing_fields
-from isda.experiments.report import report_markdown
-from isda.experiments.runs import Run, load_runs, summary
-from isda.experiments.tables import (
+from isda.experiments.records import Run, load_runs, summary
+from isda.experiments.report import report, tables
+from isda.experiments.report.comparison import create_sides
+from isda.experiments.report.paper_tables import Cell
+from isda.experiments.report.report import report_markdown
+from isda.experiments.report.tables import (
     TABLES,
     cell_recipes,
     ours,
     section,
     table_markdown,
 )
+from isda.experiments.training import lane as lane_module
 
 GANS = ("wgan", "cgan", "acgan", "infogan")
 TRAINED = [(number, cell) for number, table in TABLES.items() for cell in table.cells
@@ -164,7 +167,8 @@ def planned(monkeypatch, tmp_path):
 
     monkeypatch.setattr(tables, "train", train)
     monkeypatch.setattr(
-        "isda.experiments.train.train", lambda plans, options: calls.append((plans, options)) or []
+        "isda.experiments.training.loop.train",
+        lambda plans, options: calls.append((plans, options)) or [],
     )
     return calls
 
@@ -215,7 +219,7 @@ def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
         (["2", "--cell", "cifar100/resnet32", "--results", "x"], "results must not be given"),
         (["2", "--epochs", "3"], "cell must be given"),
         (["2", "--dry-run"], "cell must be given"),
-        (["2", "--results", "nowhere"], "no folder"),
+        (["2", "--results", "nowhere"], "does not exist"),
         (["4", "--cell", "cifar10/resnet110/wgan"], "is a GAN's"),
     ],
 )
@@ -340,8 +344,8 @@ def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
         criteria[recipe] = baselines.create_criterion(recipe, **options)
         return criteria[recipe]
 
-    monkeypatch.setattr(step, "create_network", small_network)
-    monkeypatch.setattr(step, "create_criterion", known_criterion)
+    monkeypatch.setattr(lane_module, "create_network", small_network)
+    monkeypatch.setattr(lane_module, "create_criterion", known_criterion)
     table = TABLES[number]
     paper = {cell.recipe: str(cell.paper) for cell in table.cells if cell.recipe}
     visited = set()

@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isda.experiments import runs as runs_module
-from isda.experiments import train as train_module
-from isda.experiments.data import ImageArrays, load_data, normalize
-from isda.experiments.errors import InputError
+from isda.experiments.data.arrays import ImageArrays, load_data, normalize
+from isda.experiments.errors import InputError, RunError
 from isda.experiments.networks import create_network
 from isda.experiments.recipes import Recipe
-from isda.experiments.runs import Run, RunError, export, summary
-from isda.experiments.step import Lane
-from isda.experiments.train import Options, Plan, train
+from isda.experiments.records import Run, export, summary
+from isda.experiments.training import loop, run_folder
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import Options, Plan, train
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
 
@@ -247,7 +246,7 @@ def test_runs_that_lag_behind_catch_up(
     options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a kill between the checkpoints of runs that train side by side."""
-    monkeypatch.setattr(train_module, "_side_by_side", lambda *_: 3)
+    monkeypatch.setattr(loop, "_side_by_side", lambda *_: 3)
     train_until(PLANS[:1], options, 3)
     train_until(PLANS[1:], options, 1)
     resumed = train(PLANS, replace(options, resume=True))
@@ -287,7 +286,7 @@ def test_a_checkpoint_of_another_kind_is_damaged_too(
 
 
 def hold(folder: Path, ready: Any) -> None:
-    with Run(folder).held():
+    with Run(folder).lock():
         ready.set()
         time.sleep(60)
 
@@ -328,7 +327,7 @@ def test_resume_without_a_checkpoint(
         export(run, options.out)
     files = sorted(path for path in options.out.rglob("*") if path.is_file())
     before = [path.read_bytes() for path in files]
-    monkeypatch.setattr(runs_module, "environment", lambda device: {"commit": "another"})
+    monkeypatch.setattr(run_folder, "environment", lambda device: {"commit": "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs = train(PLANS, replace(options, resume=True))
@@ -456,8 +455,8 @@ def test_a_full_disk(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs_module.os, "fsync", fsync)
-        with pytest.raises(RunError, match="No space left on device; what was saved before is"):
+        patch.setattr(run_folder.os, "fsync", fsync)
+        with pytest.raises(RunError, match="No space left on device; earlier files are intact"):
             train(PLANS[:1], options)
     resumed = train(PLANS[:1], replace(options, resume=True))
     assert_same_runs(resumed, uninterrupted[:1])
@@ -468,7 +467,9 @@ def test_a_run_that_is_there_is_not_overwritten(options: Options, uninterrupted:
     with pytest.raises(InputError, match="already holds a run: use --resume"):
         train(PLANS, options)
     other = Plan("one", replace(RECIPE, lambda_0=0.25), 0)
-    with pytest.raises(InputError, match=r"begun with another recipe \(lambda_0 1.0 → 0.25\)"):
+    with pytest.raises(
+        InputError, match=r"started with a different recipe \(lambda_0 1.0 → 0.25\)"
+    ):
         train([other], replace(options, resume=True))
     assert_same_runs([Run(options.out / "one" / "0")], uninterrupted[:1], without=())
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from isda.experiments.recipes import RECIPES, Recipe
-from isda.experiments.runs import Run, load_runs
-from isda.experiments.step import Lane
-from isda.experiments.train import Options, Plan, train
+from isda.experiments.records import Run, load_runs
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import Options, Plan, train
 
 pytestmark = pytest.mark.ddp
 

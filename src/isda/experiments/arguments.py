@@ -11,7 +11,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.flags import parse_flags
 from isda.experiments.networks import own_image_size
 from isda.experiments.recipes import DEFAULT, OWN_IMAGES, Method, Recipe, get_recipe
-from isda.experiments.train import Options
+from isda.experiments.training.loop import Options
 
 __all__ = ["Arguments", "parse", "require_seeds"]
 

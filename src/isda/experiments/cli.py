@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(arguments: list[str]) -> None:
     """Train a recipe, one run per seed."""
     from isda.experiments.arguments import Arguments, parse
-    from isda.experiments.runs import summary
-    from isda.experiments.train import Plan, train
+    from isda.experiments.records import summary
+    from isda.experiments.training.loop import Plan, train
 
     given, start, start_name = parse(
         Arguments, "train", arguments, description=_train.__doc__ or ""
@@ -75,8 +75,12 @@ def _train(arguments: list[str]) -> None:
 def _compare(arguments: list[str]) -> None:
     """Train a recipe with cross entropy and with ISDA, and tell the difference over seeds."""
     from isda.experiments.arguments import Arguments, parse
-    from isda.experiments.comparison import comparison, comparison_table, write_comparison_page
-    from isda.experiments.train import Plan, train
+    from isda.experiments.report.comparison import (
+        comparison,
+        comparison_table,
+        write_comparison_page,
+    )
+    from isda.experiments.training.loop import Plan, train
 
     given, start, start_name = parse(
         Arguments,
@@ -112,14 +116,14 @@ def _search(arguments: list[str]) -> None:
 
 def _report(arguments: list[str]) -> None:
     """Show the paper's tables with our numbers, keep records, and bring pages up to date."""
-    from isda.experiments import report
+    from isda.experiments.report import report
 
     report.main(arguments)
 
 
 def _table(arguments: list[str]) -> None:
     """Show a table of the paper with our numbers, or train what a cell of it needs."""
-    from isda.experiments import tables
+    from isda.experiments.report import tables
 
     tables.main(arguments)
 
@@ -134,8 +138,8 @@ def _cost(arguments: list[str]) -> None:
 def _list(arguments: list[str]) -> None:
     """Show all recipes with the paper's test error and that of the records in a folder."""
     from isda.experiments.flags import parse_flags
-    from isda.experiments.report import recipes_table
-    from isda.experiments.tables import usual_folder
+    from isda.experiments.report.report import recipes_table
+    from isda.experiments.report.tables import usual_folder
 
     @dataclass(frozen=True)
     class Listed:

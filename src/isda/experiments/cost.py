@@ -17,7 +17,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
 
-from isda.experiments.bench import (
+from isda.experiments.errors import InputError, refusing
+from isda.experiments.flags import parse_flags
+from isda.experiments.networks import create_network
+from isda.experiments.published import COST, PARAMETERS, Cost
+from isda.experiments.report.comparison import text_table
+from isda.experiments.training.environment import environment
+from isda.experiments.training.loop import join_processes
+from isda.experiments.training.step_cost import (
     CASES,
     MeasuredCost,
     image_shape,
@@ -25,13 +32,6 @@ from isda.experiments.bench import (
     measured_cost,
     usual_batch_size,
 )
-from isda.experiments.comparison import text_table
-from isda.experiments.errors import InputError, refusing
-from isda.experiments.flags import parse_flags
-from isda.experiments.networks import create_network
-from isda.experiments.published import COST, PARAMETERS, Cost
-from isda.experiments.runs import environment
-from isda.experiments.train import join_processes
 
 __all__ = [
     "TheoreticalCost",

@@ -4,11 +4,15 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
-__all__ = ["InputError", "refusing", "unknown"]
+__all__ = ["InputError", "RunError", "refusing", "unknown"]
 
 
 class InputError(ValueError):
     """A mistake in a command, a path or a file; its message is shown as it is."""
+
+
+class RunError(InputError):
+    """A run that cannot go on or cannot be written; earlier files are intact."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal, get_args
 
-from isda.experiments.augment import AUGMENTATIONS
+from isda.experiments.data.augmentation import AUGMENTATIONS
 from isda.experiments.errors import InputError, unknown
 
 __all__ = [

@@ -17,12 +17,14 @@ import torch
 
 from isda import distributed
 from isda.experiments.arguments import Arguments, parse, require_seeds
-from isda.experiments.comparison import text_table
 from isda.experiments.errors import InputError
+from isda.experiments.files import write_text
 from isda.experiments.recipes import RECIPES, Recipe, baseline_of, run_name
-from isda.experiments.runs import Run, require_free, summary, write_text
-from isda.experiments.statistics import RESOLUTION, Estimate, estimate
-from isda.experiments.train import Options, Plan, join_processes, load_images, train
+from isda.experiments.records import Run, summary
+from isda.experiments.report.comparison import text_table
+from isda.experiments.report.intervals import RESOLUTION, Estimate, estimate
+from isda.experiments.training.loop import Options, Plan, join_processes, load_images, train
+from isda.experiments.training.run_folder import require_free
 
 __all__ = ["SearchResult", "Trial", "main", "search", "search_table"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda.experiments import draws
+from isda.experiments.data import counter_rng
 
 __all__ = ["DropPath", "Dropout", "ShakeShake", "bind_draws"]
 
@@ -28,7 +28,7 @@ class _RandomLayer(nn.Module):
 
     def uniform(self, shape: tuple[int, ...], key: Tensor) -> Tensor:
         start = self.offset * math.prod(shape[1:])
-        return draws.uniform(shape, draws.fold(key, self.stream), start=start)
+        return counter_rng.uniform(shape, counter_rng.fold(key, self.stream), start=start)
 
 
 class Dropout(_RandomLayer):

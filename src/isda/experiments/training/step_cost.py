@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from isda.experiments import draws
-from isda.experiments.baselines import create_criterion
-from isda.experiments.company import Company
-from isda.experiments.data import ImageArrays
+from isda.experiments.data import counter_rng
+from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.memory import peak_host_memory
+from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import NETWORKS, own_image_size
 from isda.experiments.recipes import RECIPES, Recipe, get_recipe
-from isda.experiments.step import Lane
-from isda.experiments.train import Options, choose_kernels
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import Options, choose_kernels
+from isda.experiments.training.memory import peak_host_memory
+from isda.experiments.training.side_by_side import SideBySide
 
 __all__ = [
     "CASES",
@@ -163,12 +163,12 @@ def random_images(
     """Images and classes drawn at random: speed does not depend on what they show."""
 
     def draw(count: int, part: int) -> tuple[Tensor, Tensor]:
-        key = draws.key(part, device=device)
+        key = counter_rng.key(part, device=device)
         images = torch.empty(count, *shape, dtype=torch.uint8, device=device)
         for start in range(0, count, 100):  # a draw takes eight times the memory of the image
             chunk = images[start : start + 100]
-            chunk.copy_(draws.bits(tuple(chunk.shape), draws.fold(key, start)) & 255)
-        return images, draws.integers((count,), key, high=num_classes)
+            chunk.copy_(counter_rng.bits(tuple(chunk.shape), counter_rng.fold(key, start)) & 255)
+        return images, counter_rng.integers((count,), key, high=num_classes)
 
     train_images, train_target = draw(number, 0)
     test_images, test_target = draw(test_number, 1)
@@ -204,9 +204,9 @@ class _Bench:
         self._held = torch.cuda.memory_allocated(device) if self._on_gpu else 0  # by the images
         self._lane = Lane(recipe.baseline(), 0, data, device)
         self._lane.epoch = recipe.epochs // 2  # where the strength is half of λ₀
-        self._cases: dict[str, tuple[nn.Module, Company]] = {}
+        self._cases: dict[str, tuple[nn.Module, SideBySide]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
-        Company([self._lane], capture=False).train_epoch()  # compiles, chooses kernels
+        SideBySide([self._lane], capture=False).train_epoch()  # compiles, chooses kernels
 
     def peak(self, case: str) -> int:
         """Most bytes that the tensors of a step hold at a time, the images left out."""
@@ -214,7 +214,7 @@ class _Bench:
             torch.cuda.reset_peak_memory_stats(self._device)
         with self._using(self._create_criterion(case)):
             if self._on_gpu:  # a replay allocates nothing: not captured
-                Company([self._lane], capture=False).train_epoch()
+                SideBySide([self._lane], capture=False).train_epoch()
                 return torch.cuda.max_memory_allocated(self._device) - self._held
             self._lane.begin_epoch()
             storages = [tensor.untyped_storage() for tensor in self._lane.tensors()]
@@ -226,7 +226,7 @@ class _Bench:
         """Time of a step, mean over an epoch."""
         if case not in self._cases:
             criterion = self._create_criterion(case)
-            company = Company([self._lane], capture=self._on_gpu, pool=self._pool)
+            company = SideBySide([self._lane], capture=self._on_gpu, pool=self._pool)
             with self._using(criterion):
                 company.train_epoch()  # captures; a CPU takes the memory that zeros have not yet
             self._cases[case] = criterion, company

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from isda import distributed
-from isda.experiments.data import ImageArrays
-from isda.experiments.folder import FolderImages
-from isda.experiments.step import Lane
+from isda.experiments.data.arrays import ImageArrays
+from isda.experiments.data.folders import FolderImages
+from isda.experiments.training.lane import Lane
 
-__all__ = ["Company"]
+__all__ = ["SideBySide"]
 
 _STEPS = 8  # captured in a row
 
 
-class Company:
+class SideBySide:
     """Lanes that take every step together.
 
     Args:

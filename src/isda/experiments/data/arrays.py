@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isda.experiments import draws
+from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError, unknown
 
 if TYPE_CHECKING:
-    from isda.experiments.folder import FolderImages
+    from isda.experiments.data.folders import FolderImages
 
 __all__ = [
     "DATA",
@@ -139,7 +139,7 @@ def load_data(
     if kind == "imagefolder" and not path:
         raise InputError("imagefolder needs a path, as in imagefolder:photos")
 
-    from isda.experiments.folder import load_folder  # imports torchvision: only if used
+    from isda.experiments.data.folders import load_folder  # imports torchvision: only if used
 
     return load_folder(
         Path(path or root or "").expanduser(),
@@ -167,7 +167,7 @@ def normalize(
 
 def epoch_order(number: int, key: Tensor) -> Tensor:
     """Order in which an epoch goes through ``number`` images: a permutation drawn from ``key``."""
-    return draws.permutation(number, key)
+    return counter_rng.permutation(number, key)
 
 
 def steps_per_epoch(number: int, batch_size: int) -> int:
@@ -191,7 +191,7 @@ def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor
             f"number of images to hold out must be between 1 and {len(target) - 1}, got {number}"
         )
     target = target.cpu()
-    order = draws.permutation(len(target), draws.key(seed, _SPLIT))
+    order = counter_rng.permutation(len(target), counter_rng.key(seed, _SPLIT))
     order = order[target[order].argsort(stable=True)]  # by class, at random within each
     count = torch.bincount(target)
     place = torch.arange(len(target)) - (count.cumsum(0) - count)[target[order]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms import AutoAugment, AutoAugmentPolicy
 from torchvision.transforms.v2 import functional as F
 
-from isda.experiments.draws import fold, integers, uniform
+from isda.experiments.data.counter_rng import fold, integers, uniform
 
 __all__ = ["POLICY", "autoaugment", "draw_policies"]
 
@@ -33,7 +33,7 @@ def autoaugment(images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
 
     Args:
         images: uint8 images of one or three channels, on the key's device.
-        key: key of this run and epoch (see :mod:`isda.experiments.draws`).
+        key: key of this run and epoch (see :mod:`isda.experiments.data.counter_rng`).
         start: place of the first image in the whole set, where ``images`` is a slice of it.
 
     Shape:

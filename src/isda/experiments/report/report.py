@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isda.experiments.comparison import (
+from isda.experiments.errors import InputError
+from isda.experiments.files import write_text
+from isda.experiments.flags import parse_flags
+from isda.experiments.published import PUBLISHED
+from isda.experiments.recipes import RECIPES
+from isda.experiments.records import LAST_EPOCHS, Run, export, load_runs, summary
+from isda.experiments.report.comparison import (
     Comparison,
     Side,
     comparison,
@@ -28,14 +34,9 @@ from isda.experiments.comparison import (
     text_table,
     write_comparison_page,
 )
-from isda.experiments.curves import BASELINE, METHOD, OTHERS, Line, curves
-from isda.experiments.errors import InputError
-from isda.experiments.flags import parse_flags
-from isda.experiments.layout import DASH, NAMES, TABLES, cell_recipes
-from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import RECIPES
-from isda.experiments.runs import LAST_EPOCHS, Run, export, load_runs, summary, write_text
-from isda.experiments.tables import (
+from isda.experiments.report.curves import BASELINE, METHOD, OTHERS, Line, curves
+from isda.experiments.report.paper_tables import DASH, NAMES, TABLES, cell_recipes
+from isda.experiments.report.tables import (
     cost_rows,
     markdown_rows,
     ours,

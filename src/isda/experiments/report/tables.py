@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +10,13 @@ from typing import Annotated
 import tyro
 
 from isda.experiments.arguments import require_seeds
-from isda.experiments.comparison import (
+from isda.experiments.cost import measured_lines
+from isda.experiments.errors import InputError
+from isda.experiments.flags import parse_flags
+from isda.experiments.published import PUBLISHED, Result
+from isda.experiments.recipes import Recipe, get_recipe, run_name
+from isda.experiments.records import Run, Summary, load_runs
+from isda.experiments.report.comparison import (
     Comparison,
     Side,
     compare,
@@ -21,10 +27,8 @@ from isda.experiments.comparison import (
     left_out_line,
     signed,
 )
-from isda.experiments.cost import measured_lines
-from isda.experiments.errors import InputError
-from isda.experiments.flags import parse_flags
-from isda.experiments.layout import (
+from isda.experiments.report.intervals import Difference, estimate
+from isda.experiments.report.paper_tables import (
     DASH,
     NAMES,
     TABLES,
@@ -34,11 +38,7 @@ from isda.experiments.layout import (
     find_cells,
     get_table,
 )
-from isda.experiments.published import PUBLISHED, Result
-from isda.experiments.recipes import Recipe, get_recipe, run_name
-from isda.experiments.runs import Run, Summary, load_runs
-from isda.experiments.statistics import Difference, estimate
-from isda.experiments.train import Options, Plan, train
+from isda.experiments.training.loop import Options, Plan, train
 
 __all__ = [
     "TABLES",
@@ -273,12 +273,12 @@ def main(arguments: list[str]) -> None:
         recipe = given.changed(get_recipe(name))
         names[name] = run_name(recipe, get_recipe(name), name)
         plans += [Plan(names[name], recipe, seed) for seed in given.seeds]
-    runs = train(plans, given.options)
-    if runs:  # else a rank that does not write
-        print(_trained(table, given.cell, names, runs))
+    trained = train(plans, given.options)
+    if trained:  # else a rank that does not write
+        print(_trained(table, given.cell, names, trained))
 
 
-def _trained(table: Table, address: str, names: Mapping[str, str], runs: list[Run]) -> str:
+def _trained(table: Table, address: str, names: Mapping[str, str], runs: Sequence[Run]) -> str:
     """What came of the runs of some cells: paper and ours, then each with its baseline."""
     rows, comparisons = [], []
     for name, own in names.items():

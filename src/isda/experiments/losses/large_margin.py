@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isda import functional
-from isda.experiments.criterion import (
+from isda.experiments.losses.criterion import (
     IGNORED,
     Batch,
     Criterion,

@@ -8,9 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from scipy.special import stdtrit
-from torch import Tensor
 
 __all__ = [
     "RESOLUTION",
@@ -18,7 +16,6 @@ __all__ = [
     "Estimate",
     "difference",
     "estimate",
-    "expected_calibration_error",
 ]
 
 RESOLUTION = 1e-4
@@ -117,28 +114,6 @@ def difference(baseline: Mapping[int, float], method: Mapping[int, float]) -> Di
         freedom = variance**2 / spread if spread > 0 else 1.0
     half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
     return Difference(mean, (mean - half, mean + half), paired, counts, without)
-
-
-def expected_calibration_error(probabilities: Tensor, target: Tensor, bins: int = 15) -> Tensor:
-    r"""Gap between confidence and accuracy, a fraction in [0, 1].
-
-    Samples are put into ``bins`` equal intervals (b/B, (b+1)/B] of their largest probability; the
-    result is Σ_b (n_b / N) · \|accuracy_b − confidence_b\|.
-
-    Args:
-        probabilities: class probabilities, for instance softmaxed logits.
-        target: class indices.
-        bins: number of intervals B.
-
-    Shape:
-        probabilities (N, C), target (N,); output a scalar tensor. Nothing is read back to the host.
-    """
-    confidence, prediction = probabilities.float().max(-1)  # (N,)
-    gap = (prediction == target).float() - confidence  # (N,)
-    index = ((confidence * bins).ceil() - 1).nan_to_num(0.0).clamp(0, bins - 1)  # (N,)
-    member = index[:, None] == torch.arange(bins, device=index.device)  # (N, B)
-    sums = torch.where(member, gap[:, None], 0.0).sum(0)  # (B,); a nan stays visible
-    return sums.abs().sum() / confidence.shape[0]
 
 
 def _variance(values: Sequence[float]) -> float:

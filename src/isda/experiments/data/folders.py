@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 from torchvision.transforms import v2
 
-from isda.experiments import draws
-from isda.experiments.data import epoch_order, rank_slice, split, steps_per_epoch
+from isda.experiments.data import counter_rng
+from isda.experiments.data.arrays import epoch_order, rank_slice, split, steps_per_epoch
 from isda.experiments.errors import InputError
 
 __all__ = ["FolderImages", "load_folder"]
@@ -55,7 +55,7 @@ class FolderImages:
         return len(self.class_names)
 
     def hold_out(self, number: int = 5000, *, seed: int = 0) -> "FolderImages":
-        """Validation split, see :meth:`isda.experiments.data.ImageArrays.hold_out`."""
+        """Validation split, see :meth:`isda.experiments.data.arrays.ImageArrays.hold_out`."""
         kept, held = split(self.train_target, number, seed=seed)
         return replace(
             self,
@@ -89,8 +89,8 @@ class FolderImages:
             yields images float32 (N, 3, S, S) and target int64 (N,), pinned where there is a GPU.
         """
         number = len(self.train_files)
-        order = epoch_order(number, draws.key(seed, _ORDER, epoch)).tolist()
-        seeds = draws.bits((number,), draws.key(seed, _SAMPLE, epoch)).tolist()
+        order = epoch_order(number, counter_rng.key(seed, _ORDER, epoch)).tolist()
+        seeds = counter_rng.bits((number,), counter_rng.key(seed, _SAMPLE, epoch)).tolist()
         target = self.train_target.tolist()
 
         def batches() -> Iterator[list[_Item]]:
@@ -131,7 +131,7 @@ def load_folder(
     skip_unreadable: bool = False,
     check: bool = True,
 ) -> FolderImages:
-    """Find the images of a folder; :func:`isda.experiments.data.load_data` says how it is laid out.
+    """Find the images of a folder; :func:`~isda.experiments.data.arrays.load_data` has the layout.
 
     Args:
         path: the folder.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isda.experiments.draws import fold, integers
+from isda.experiments.data.counter_rng import fold, integers
 from isda.experiments.errors import InputError, unknown
 
 __all__ = [
@@ -109,7 +109,7 @@ class Augmentation:
 
         Args:
             images: batch of uint8 images, on the key's device.
-            key: key of this run and step (see :mod:`isda.experiments.draws`).
+            key: key of this run and step (see :mod:`isda.experiments.data.counter_rng`).
             start: place of the first image in the whole batch, for a rank that holds a part of it.
 
         Shape:
@@ -124,7 +124,9 @@ class Augmentation:
         return images
 
     def _autoaugment(self, images: Tensor, key: Tensor) -> Tensor:
-        from isda.experiments.autoaugment import autoaugment  # imports torchvision: only if used
+        from isda.experiments.data.autoaugment import (
+            autoaugment,  # imports torchvision: only if used
+        )
 
         return autoaugment(self._crop_and_flip(images, key, 0), fold(key, 3))
 

@@ -15,16 +15,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isda import distributed
-from isda.experiments import draws
-from isda.experiments.augment import Augmentation, create_augmentation
-from isda.experiments.baselines import create_criterion
-from isda.experiments.data import ImageArrays, epoch_order, normalize, rank_slice, steps_per_epoch
+from isda.experiments.data import counter_rng
+from isda.experiments.data.arrays import (
+    ImageArrays,
+    epoch_order,
+    normalize,
+    rank_slice,
+    steps_per_epoch,
+)
+from isda.experiments.data.augmentation import Augmentation, create_augmentation
+from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError, refusing
-from isda.experiments.folder import FolderImages
+from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, bind_draws, create_network
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.recipes import Recipe
-from isda.experiments.statistics import expected_calibration_error
+from isda.experiments.training.metrics import expected_calibration_error
 
 __all__ = ["Lane"]
 
@@ -62,8 +68,8 @@ class Lane:
         self.recipe, self.seed, self.data, self.device = recipe, seed, data, device
         self.rank, self.world = rank, world
         self.epoch = 0  # epochs done
-        self.order_key = draws.key(seed, _ORDER, device=device)
-        self.augment_key = draws.key(seed, _AUGMENT, device=device)
+        self.order_key = counter_rng.key(seed, _ORDER, device=device)
+        self.augment_key = counter_rng.key(seed, _AUGMENT, device=device)
         self.augment = create_augmentation(recipe.augment)
         self.network = self._create_network()
         self.criterion = create_criterion(
@@ -79,7 +85,7 @@ class Lane:
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # images of the epoch
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # of the whole run
         self.total_loss = torch.zeros((), device=device)  # over the images of the epoch
-        self.network_key = draws.key(seed, _NETWORK, device=device)
+        self.network_key = counter_rng.key(seed, _NETWORK, device=device)
         self.step_key = torch.zeros_like(self.network_key)  # of the network's random layers
         self.results = torch.zeros(4, device=device)  # see evaluate
         self._random = bind_draws(self.network, self.step_key) > 0
@@ -148,10 +154,10 @@ class Lane:
         self.total_loss.zero_()
         if not isinstance(self.data, ImageArrays):
             return
-        key = draws.fold(self.order_key, self.epoch)
+        key = counter_rng.fold(self.order_key, self.epoch)
         self._order.copy_(epoch_order(self.num_images, key))
         if self.augment.epoch is not None:
-            images = self.augment.epoch(self.data.train_images, draws.fold(key, _AUGMENT))
+            images = self.augment.epoch(self.data.train_images, counter_rng.fold(key, _AUGMENT))
             if self._images is self.data.train_images:
                 self._images = images  # a set of its own from now on, at a fixed address
             else:
@@ -340,7 +346,7 @@ class Lane:
 
     def _batch(self, part: slice) -> tuple[Tensor, Tensor]:
         if not isinstance(self.data, ImageArrays):
-            self.step_key.copy_(draws.fold(self.network_key, self.steps))
+            self.step_key.copy_(counter_rng.fold(self.network_key, self.steps))
             return self._inputs[part.stop - part.start]
         images, target, step_key = self._prepare(
             self._images,
@@ -417,8 +423,8 @@ def _prepare(
     The images are those of ``part`` of the batch at ``position``: gathered, augmented, normalised.
     """
     index = order[position + torch.arange(part.start, part.stop, device=order.device)]
-    batch = augment.step(images[index], draws.fold(augment_key, steps), start=part.start)
-    return normalize(batch), target[index], draws.fold(network_key, steps)
+    batch = augment.step(images[index], counter_rng.fold(augment_key, steps), start=part.start)
+    return normalize(batch), target[index], counter_rng.fold(network_key, steps)
 
 
 def _normalize(

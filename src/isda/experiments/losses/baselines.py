@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from isda import Covariance, FullCovariance, ISDALoss, distributed, functional
 from isda.covariance import COVARIANCES
-from isda.experiments import draws
-from isda.experiments.criterion import (
+from isda.experiments.data import counter_rng
+from isda.experiments.losses.criterion import (
     IGNORED,
     Batch,
     Criterion,
@@ -23,7 +23,7 @@ from isda.experiments.criterion import (
     require,
     require_count,
 )
-from isda.experiments.large_margin import LargeMarginLoss
+from isda.experiments.losses.large_margin import LargeMarginLoss
 from isda.experiments.recipes import Recipe
 
 __all__ = [
@@ -86,7 +86,7 @@ def disturb_label(
 
     Args:
         target: class indices in ``[0, C)``.
-        key: of the draws, see :mod:`isda.experiments.draws`.
+        key: of the draws, see :mod:`isda.experiments.data.counter_rng`.
         num_classes: C.
         noise_rate: probability of a draw.
         start: place of the first sample in the batch of all ranks; a place decides its draws.
@@ -94,9 +94,13 @@ def disturb_label(
     Shape:
         target (N,); output (N,).
     """
-    keys = draws.fold(key, start + torch.arange(len(target), device=target.device))  # (N,)
-    drawn = draws.integers((), draws.fold(keys, 0), high=num_classes)  # one for every key
-    disturbed = (draws.uniform((), draws.fold(keys, 1)) < noise_rate) & (target != IGNORED)
+    keys = counter_rng.fold(key, start + torch.arange(len(target), device=target.device))  # (N,)
+    drawn = counter_rng.integers(
+        (), counter_rng.fold(keys, 0), high=num_classes
+    )  # one for every key
+    disturbed = (counter_rng.uniform((), counter_rng.fold(keys, 1)) < noise_rate) & (
+        target != IGNORED
+    )
     return torch.where(disturbed, drawn, target)
 
 
@@ -188,7 +192,7 @@ class DisturbLabelLoss(Criterion):
         require(holds, "noise_rate", noise_rate, "in [0, 1]")
         self.num_classes, self.noise_rate, self.seed = num_classes, noise_rate, seed
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("key", draws.key(seed, _NOISE), persistent=False)
+        self.register_buffer("key", counter_rng.key(seed, _NOISE), persistent=False)
 
     def loss(self, batch: Batch) -> Tensor:
         shape = tuple(batch.logits.shape)
@@ -321,7 +325,7 @@ def _step_key_op(key: Tensor, step: Tensor) -> Tensor:
     An operator, because torch.compile may compute plain arithmetic once more for the backward pass,
     when the step has been counted already.
     """
-    return draws.fold(key, step)
+    return counter_rng.fold(key, step)
 
 
 @_step_key_op.register_fake

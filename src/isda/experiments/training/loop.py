@@ -21,13 +21,14 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from isda import ISDALoss, distributed
-from isda.experiments.company import Company
-from isda.experiments.data import ImageArrays, load_data
-from isda.experiments.errors import InputError
-from isda.experiments.folder import FolderImages
+from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.data.folders import FolderImages
+from isda.experiments.errors import InputError, RunError
 from isda.experiments.recipes import Recipe
-from isda.experiments.runs import Run, RunError, require_free, summary
-from isda.experiments.step import Lane
+from isda.experiments.records import summary
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.run_folder import RunFolder, require_free
+from isda.experiments.training.side_by_side import SideBySide
 
 __all__ = ["Options", "Plan", "choose_kernels", "join_processes", "load_images", "train"]
 
@@ -82,7 +83,7 @@ class Plan:
     seed: int
 
 
-def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
+def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFolder]:
     """Train every plan and return the runs in the order of the plans.
 
     Under ``torchrun`` all processes train each run together; rank 0 writes.
@@ -96,7 +97,7 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
         raise InputError(f"workers must be >= 0, got {options.workers}")
     if options.tensorboard:
         _summary_writer()
-    begun, runs = False, dict[int, Run]()
+    begun, runs = False, dict[int, RunFolder]()
     with (
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
@@ -119,13 +120,13 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[Run]:
 
 def _begin(
     plans: Sequence[Plan], lane: Lane, options: Options, held: contextlib.ExitStack
-) -> dict[int, Run]:
+) -> dict[int, RunFolder]:
     """Runs of the plans, held for this process; a mistake leaves no folders behind."""
     lane.require_fit()
     if not options.resume:
         require_free(options.out / plan.name / str(plan.seed) for plan in plans)
     runs = {
-        number: Run.create(
+        number: RunFolder.create(
             options.out,
             plan.name,
             plan.recipe,
@@ -136,7 +137,7 @@ def _begin(
         for number, plan in enumerate(plans)
     }
     for run in runs.values():
-        held.enter_context(run.held())
+        held.enter_context(run.lock())
     return runs
 
 
@@ -168,7 +169,7 @@ def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
     return data.hold_out(recipe.hold_out) if recipe.hold_out else data
 
 
-def _train_together(lanes: list[Lane], runs: Sequence[Run | None], options: Options) -> None:
+def _train_together(lanes: list[Lane], runs: Sequence[RunFolder | None], options: Options) -> None:
     """Train lanes to their last epoch; those that lag behind after a kill catch up first."""
     by_lane = dict(zip(map(id, lanes), runs, strict=True))
     while unfinished := [lane for lane in lanes if lane.epoch < lane.recipe.epochs]:
@@ -179,10 +180,10 @@ def _train_together(lanes: list[Lane], runs: Sequence[Run | None], options: Opti
 
 
 def _train_company(
-    lanes: list[Lane], runs: Sequence[Run | None], until: int, options: Options
+    lanes: list[Lane], runs: Sequence[RunFolder | None], until: int, options: Options
 ) -> None:
     on_gpu = lanes[0].device.type == "cuda"
-    company = Company(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
+    company = SideBySide(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
     writers = [_writer(run, options, lanes[0].epoch) for run in runs]
     saved = time.monotonic()
     for epoch in _progress(lanes, until, show=runs[0] is not None):
@@ -237,7 +238,7 @@ def _metrics(
     }
 
 
-def _require_finite(lane: Lane, run: Run | None, result: list[float]) -> None:
+def _require_finite(lane: Lane, run: RunFolder | None, result: list[float]) -> None:
     """End a run whose losses are not numbers; nothing of this epoch has been written yet."""
     try:
         if isinstance(lane.criterion, ISDALoss):
@@ -250,7 +251,7 @@ def _require_finite(lane: Lane, run: Run | None, result: list[float]) -> None:
             raise _stopped(lane, run, f"the {name} loss is {loss}")
 
 
-def _stopped(lane: Lane, run: Run | None, reason: str) -> RunError:
+def _stopped(lane: Lane, run: RunFolder | None, reason: str) -> RunError:
     where = f"seed {lane.seed}" if run is None else str(run.folder)
     rate = lane.recipe.learning_rate_at(lane.epoch)
     saved = "the last checkpoint is as it was" if lane.epoch else "nothing was saved"
@@ -260,7 +261,7 @@ def _stopped(lane: Lane, run: Run | None, reason: str) -> RunError:
     )
 
 
-def _restore(lane: Lane, run: Run | None) -> None:
+def _restore(lane: Lane, run: RunFolder | None) -> None:
     """Bring a lane to the run's last checkpoint, on every rank."""
     if run is not None:
         if run.load(lane.load_state_dict) is None:
@@ -382,7 +383,7 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
     yield from bar
 
 
-def _writer(run: Run | None, options: Options, epoch: int) -> Any:
+def _writer(run: RunFolder | None, options: Options, epoch: int) -> Any:
     """What writes for TensorBoard, or None; epochs behind a checkpoint are shown once."""
     if run is None or not options.tensorboard:
         return None

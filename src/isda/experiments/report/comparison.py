@@ -12,12 +12,13 @@ from typing import Any
 
 import jinja2
 
-from isda.experiments.curves import BASELINE, METHOD, Line, curves
 from isda.experiments.errors import InputError
+from isda.experiments.files import write_text
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import COMPANIONS, RECIPES, Recipe, differing_fields
-from isda.experiments.runs import LAST_EPOCHS, Run, Summary, summary, write_text
-from isda.experiments.statistics import Difference, difference, estimate
+from isda.experiments.records import LAST_EPOCHS, Run, Summary, summary
+from isda.experiments.report.curves import BASELINE, METHOD, Line, curves
+from isda.experiments.report.intervals import Difference, difference, estimate
 
 __all__ = [
     "Comparison",
@@ -304,7 +305,7 @@ def environments(sides: Iterable[Side]) -> dict[str, list[str]]:
 
 def page(template: str, **content: Any) -> str:
     """A page from one of the templates beside this file."""
-    folder = files("isda.experiments")
+    folder = files("isda.experiments.report")
     engine = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text("utf-8")),
         autoescape=True,

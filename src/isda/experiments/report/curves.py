@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from isda.experiments.runs import Run
+from isda.experiments.records import Run
 
 __all__ = ["BASELINE", "METHOD", "OTHERS", "Line", "curves"]
 
