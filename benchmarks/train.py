@@ -19,7 +19,8 @@ import torch
 
 from isda.experiments.cost import multiply_adds
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.recipes import Recipe, get_recipe
+from isda.experiments.recipes import get_recipe
+from isda.experiments.settings import Recipe
 from isda.experiments.training.environment import environment
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import join_processes

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import isda
-from isda.experiments.recipes import Method
+from isda.experiments.settings import Method
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "loss.py"

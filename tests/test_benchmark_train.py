@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from isda.experiments.records import load_runs
-from isda.experiments.report.report import update_markdown
+from isda.experiments.report.tables import update_markdown
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "train.py"

@@ -17,12 +17,12 @@ import torch
 from PIL import Image
 
 from isda import __version__
-from isda.experiments.arguments import Arguments, parse
+from isda.experiments.arguments import TrainArguments, _one_line, parse_recipe
 from isda.experiments.cli import main
-from isda.experiments.flags import _one_line
 from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import RECIPES, Recipe, run_name
+from isda.experiments.recipes import RECIPES, run_name
 from isda.experiments.records import Run, load_runs, summary
+from isda.experiments.settings import Recipe
 
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # of the bundled digits
 
@@ -81,14 +81,14 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
         (["train", "--augment", "crop", "zoom"], "augment must be drawn from crop, flip"),
         (["train", "--drop-rate", "1"], "drop_rate must be >= 0 and < 1, got 1.0"),
         (["train", "--hold-out", "5000"], "must be between 1 and 1437, got 5000"),
-        (["train", "--seeds", "1", "2", "1"], "seeds must be different numbers from 0 to"),
-        (["train", "--seeds", "-1"], "seeds must be different numbers from 0 to 2³² - 1, got -1"),
+        (["train", "--seeds", "1", "2", "1"], "seeds must be different integers from 0 to"),
+        (["train", "--seeds", "-1"], "seeds must be different integers from 0 to 2³² - 1, got -1"),
         (["train", "--seeds", "4294967296"], "seeds must be different"),
-        (["train", "--seeds"], "seeds must be different numbers from 0 to 2³² - 1, got none"),
-        (["compare", "digits-resnet8-ce"], "method must be isda to be compared with ce, got 'ce'"),
+        (["train", "--seeds"], "seeds must be different integers from 0 to 2³² - 1, got none"),
+        (["compare", "digits-resnet8-ce"], "method must be isda to compare it with ce, got 'ce'"),
         (["train", "cifar10-resnet32-isda"], "cifar10 is neither data/cifar10.npz nor"),
         (["train", "imagenet-resnet50-isda"], "imagenet needs its folder"),
-        (["train", "digits-resnet8-ce", "--method", "isda"], "lambda_0 must be > 0 to make isda"),
+        (["train", "digits-resnet8-ce", "--method", "isda"], "lambda_0 must be > 0 to change"),
         (["train", "--data", "imagefolder:x", "--network", "timm:resnet18.no"], "x does not exist"),
         (["train", "--network", "timm:resnet18.no"], "timm:resnet18.no cannot be built: "),
         (["train", "--hold-out", "1430"], "hold_out must leave images of every class to train on"),
@@ -209,7 +209,7 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr("isda.experiments.training.loop.train", interrupt)
     assert main(["train"]) == 130
     printed = capsys.readouterr().err
-    assert printed == "isda: stopped; --resume goes on from the last checkpoint, if any\n"
+    assert printed == "isda: interrupted; --resume continues from the last checkpoint\n"
 
 
 def test_a_path_that_cannot_be_looked_at(refused: Callable[..., str]) -> None:
@@ -223,12 +223,31 @@ def test_a_path_that_cannot_be_looked_at(refused: Callable[..., str]) -> None:
 
 
 def test_without_the_extra(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("arguments", "flags"):
-        monkeypatch.delitem(sys.modules, f"isda.experiments.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "isda.experiments.arguments", raising=False)
     monkeypatch.setitem(sys.modules, "tyro", None)
     for command in ("train", "list"):
         message = refused(command)
-        assert message.startswith("no module tyro: pip install -e '.[experiments]'")
+        assert message.startswith("no module named tyro; install the extra: pip install -e")
+
+
+def test_printing_does_not_import_the_training_code() -> None:
+    root = Path(__file__).parents[1]
+    code = """
+import sys
+from isda.experiments.cli import main
+for words in sys.argv[1:]:
+    assert main(words.split()) == 0
+print(*sys.modules, file=sys.stderr)
+"""
+    costs = "cost --table results/benchmarks/cost_cifar100_h200.csv"
+    command = [sys.executable, "-c", code, "list", "report", "table 2", costs]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert "cifar100-resnet32-isda" in done.stdout
+    loaded = set(done.stderr.split())
+    assert "isda.experiments.cli" in loaded
+    slow = {"torchvision", "timm", "sklearn", "matplotlib", "jinja2"}
+    own = {f"isda.experiments.{name}" for name in ("training", "networks", "losses", "data")}
+    assert not loaded & (slow | own)
 
 
 def test_a_terminal_without_greek() -> None:
@@ -565,8 +584,8 @@ def test_report_of_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_images_have_the_size_that_a_model_is_made_for(flags: list[str], size: int) -> None:
-    given, start, _ = parse(
-        Arguments, "train", ["--data", "imagefolder:photos", *flags], description=""
+    given, start, _ = parse_recipe(
+        TrainArguments, "train", ["--data", "imagefolder:photos", *flags], description=""
     )
     assert given.recipe.image_size == size
     changed = run_name(given.recipe, start)

@@ -16,24 +16,27 @@ from torchvision import models
 
 from isda import ISDALoss
 from isda.covariance import DiagonalCovariance, FullCovariance
-from isda.experiments.cost import (
+from isda.experiments.cli import run as run_command
+from isda.experiments.cost import multiply_adds, theoretical_cost
+from isda.experiments.cost_records import (
+    CASES,
+    MeasuredCost,
     TheoreticalCost,
-    cost_table,
-    costs_markdown,
-    main,
-    multiply_adds,
-    theoretical_cost,
+    cost_lines,
     write_costs,
 )
 from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import CrossEntropyLoss
 from isda.experiments.published import COST
 from isda.experiments.recipes import get_recipe
+from isda.experiments.report.costs import cost_table, costs_markdown
 from isda.experiments.training import step_cost
 from isda.experiments.training.environment import environment
 from isda.experiments.training.memory import peak_host_memory
 from isda.experiments.training.side_by_side import SideBySide
-from isda.experiments.training.step_cost import CASES, MeasuredCost, measured_cost, random_images
+from isda.experiments.training.step_cost import measured_cost, random_images
+
+main = functools.partial(run_command, "cost")
 
 WEIGHTS = {  # with torchvision's counts of parameters and multiply-adds
     "resnet50": models.ResNet50_Weights.IMAGENET1K_V1,
@@ -320,23 +323,30 @@ def test_statistics_beyond_the_host_are_not_tried(monkeypatch: pytest.MonkeyPatc
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", ""]
 
 
+def write(
+    path: Path, theory: list[TheoreticalCost], measured: dict[str, list[MeasuredCost]]
+) -> None:
+    write_costs(path, cost_lines(theory, measured, environment("cpu")))
+
+
 def test_table() -> None:
     theory = [usual(name) for name in ("resnet50", "densenet121", "resnet32")]
-    lines = cost_table(theory, {}).splitlines()
-    assert lines[2].split() == ["resnet50", "25.6", "4.09", "2048", "0.25", "0.25"]
-    assert lines[3].split() == ["densenet121", "8.0", "2.83", "1024", "0.18", "0.20"]
-    assert lines[4].split()[-1] == "–"
-    assert lines[-1].startswith("densenet121: the paper prints another number")
+    lines = cost_table(cost_lines(theory, {}, {})).splitlines()
+    assert re.split(" {2,}", lines[2]) == ["resnet50", "25.6", "4.09", "2048", "0.25 %", "0.25 %"]
+    assert re.split(" {2,}", lines[3]) == ["densenet121", "8.0", "2.83", "1024", "0.18 %", "0.20 %"]
+    assert len(re.split(" {2,}", lines[4])) == 5  # the paper prints no cost
+    assert lines[-1].startswith("densenet121: the paper prints a different number")
 
-    lines = cost_table(theory[:2], {"resnet50": measure(lambda: Machine(room=2))}).splitlines()
+    measured = {"resnet50": measure(lambda: Machine(room=2))}
+    lines = cost_table(cost_lines(theory[:2], measured, {})).splitlines()
     cells = re.split(" {2,}", lines[2])[6:]
-    assert cells == ["1005.0", "+5.1", "+7.6", "does not fit", "100", "+1", "does not fit"]
-    assert len(lines[3].split()) == 6
-    assert "batch size 4 (fp32)" in lines[-2]
+    assert cells == ["1005.01", "+5.11 %", "does not fit", "7.6 %", "100", "1"]
+    assert lines[3].split()[-1] == "%"  # not measured
+    assert "batch size 4 (fp32)" in lines[-3]
 
-    lines = cost_table([usual(name) for name in COST], {}).splitlines()
-    assert lines[-2].startswith("densenet121, densenet265: the paper prints another number")
-    sizes = "resnet101, resnet152: the paper prints another number of parameters, 44.6, 60.3 M"
+    lines = cost_table(cost_lines([usual(name) for name in COST], {}, {})).splitlines()
+    assert lines[-2].startswith("densenet121, densenet265: the paper prints a different number")
+    sizes = "resnet101, resnet152: the paper prints a different number of parameters, 44.6, 60.3 M"
     assert lines[-1] == sizes
 
 
@@ -344,9 +354,9 @@ def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cost.csv"
     theory = [usual(name) for name in ("resnet50", "resnet32")]
     measured = measure(lambda: Machine(room=2))
-    write_costs(path, theory, {}, torch.device("cpu"))
+    write(path, theory, {})
     assert len(read(path)) == 2
-    write_costs(path, theory, {"resnet50": measured}, torch.device("cpu"))
+    write(path, theory, {"resnet50": measured})
     rows = read(path)
     assert [(row["network"], row["case"]) for row in rows] == [
         *(("resnet50", case) for case in CASES),
@@ -369,7 +379,7 @@ def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     device = torch.device("cpu")
     path = tmp_path / "cost.csv"
     theory = [usual(name) for name in ("resnet50", "resnet8")]
-    write_costs(path, theory, {"resnet50": measure(Machine)}, device)
+    write(path, theory, {"resnet50": measure(Machine)})
     old = path.read_text().replace(torch.__version__, "1.0")
     path.write_text(old)
     words = ["--batch-size", "4", "--steps", "1", "--repeats", "1", "--device", device.type]
@@ -391,7 +401,7 @@ def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--networks", "resnet8", *words, "--out", str(path), "--resume"])  # nothing left to do
     assert len(read(path)) == 3 * 6
     assert capsys.readouterr().out == f"All of {path}:\n\n{costs_markdown([path])}\n"
-    with pytest.raises(InputError, match="resume needs out"):
+    with pytest.raises(InputError, match="--resume needs --out"):
         main(["--networks", "resnet8", "--resume"])
 
 
@@ -400,9 +410,9 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [tmp_path / "old.csv", tmp_path / "new.csv"]
     theory = [usual(name) for name in ("resnet50", "resnet32")]
     old = {name.network: measure(Machine, repeats=1) for name in theory}
-    write_costs(paths[0], theory, old, torch.device("cpu"))
+    write(paths[0], theory, old)
     new = {"resnet50": measure(lambda: Machine(room=2))}
-    write_costs(paths[1], theory, new, torch.device("cpu"))
+    write(paths[1], theory, new)
     main(["--table", *map(str, paths)])
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _lines(capsys)]
     assert [line[0] for line in lines[2:]] == ["resnet50", "resnet32"]
@@ -416,8 +426,8 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: "a,b\n1,2\n", "must be a CSV file of isda cost, it has no column network"),
-        (lambda text: "", "must be a CSV file of isda cost, it has no column network"),
+        (lambda text: "a,b\n1,2\n", "is not a CSV file of isda cost: it has no column network"),
+        (lambda text: "", "is not a CSV file of isda cost: it has no column network"),
         (lambda text: text.replace("milliseconds", "ms"), "it has no column milliseconds"),
         (lambda text: text.replace("resnet8,", "resnet9,", 1), "must have ce, diagonal, full for"),
         (lambda text: text.replace(",fp32,", ",fp32,x"), r"has milliseconds 'x\d+.* resnet8, ce$"),
@@ -432,7 +442,7 @@ def test_files_that_are_not_those_of_the_command(
 ) -> None:
     path = tmp_path / "cost.csv"
     theory = [usual("resnet8")]
-    write_costs(path, theory, {"resnet8": measure(Machine)}, torch.device("cpu"))
+    write(path, theory, {"resnet8": measure(Machine)})
     changed = change(path.read_bytes().decode())
     path.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
     for words in (["--table", str(path)], ["--out", str(path), "--resume"]):
@@ -445,7 +455,7 @@ def test_files_that_are_not_those_of_the_command(
 def test_file_without_measurements(tmp_path: Path) -> None:
     path = tmp_path / "cost.csv"
     for theory in ([], [usual("resnet8")]):
-        write_costs(path, theory, {}, torch.device("cpu"))
+        write(path, theory, {})
         with pytest.raises(InputError, match=r"cost\.csv has no measurements"):
             main(["--table", str(path)])
 
@@ -453,7 +463,7 @@ def test_file_without_measurements(tmp_path: Path) -> None:
 def test_resume_keeps_columns_that_are_no_more(tmp_path: Path) -> None:
     path = tmp_path / "cost.csv"
     theory = [usual("resnet8")]
-    write_costs(path, theory, {"resnet8": measure(Machine)}, torch.device("cpu"))
+    write(path, theory, {"resnet8": measure(Machine)})
     lines = path.read_text().splitlines()
     more = [line + end for line, end in zip(lines, (",weather", *[",fair"] * 3), strict=True)]
     path.write_text("\n".join(more))

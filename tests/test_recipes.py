@@ -7,15 +7,8 @@ import pytest
 
 from isda.experiments.errors import InputError
 from isda.experiments.published import ABLATION, COST, METHODS, PARAMETERS, PUBLISHED
-from isda.experiments.recipes import (
-    DEFAULT,
-    RECIPES,
-    Recipe,
-    baseline_of,
-    differing_fields,
-    get_recipe,
-    name_of,
-)
+from isda.experiments.recipes import DEFAULT, RECIPES, baseline_of, get_recipe, name_of
+from isda.experiments.settings import Recipe, differing_fields
 
 CIFAR_NETWORKS = 10
 TABLE_3_NETWORKS = 3

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shutil
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,27 +13,20 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError
 from isda.experiments.published import COST
-from isda.experiments.recipes import RECIPES, Recipe, get_recipe
+from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.records import Run, load_runs
-from isda.experiments.report import tables
-from isda.experiments.report.comparison import create_side, signed
-from isda.experiments.report.intervals import difference
-from isda.experiments.report.paper_tables import NAMES
-from isda.experiments.report.report import (
-    comparison,
-    comparison_table,
-    main,
-    markdown_table,
-    recipes_table,
-    report_markdown,
-    sentence,
-    update_markdown,
-    write_comparison_page,
-    write_report_page,
-)
+from isda.experiments.report.comparison import comparison, comparison_table, create_side, sentence
+from isda.experiments.report.intervals import difference, signed
+from isda.experiments.report.overview import report_markdown
+from isda.experiments.report.pages import write_comparison_page, write_report_page
+from isda.experiments.report.tables import markdown_table, recipes_table, update_markdown
+from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder
+
+main = partial(run_command, "report")
 
 CE, ISDA = "digits-resnet8-ce", "digits-resnet8-isda"
 FIRST = "cifar10-resnet110"
@@ -108,7 +102,7 @@ def test_comparison_table_and_sentence(out):
     interval = scipy.stats.ttest_rel(one, other).confidence_interval(0.95)
     assert sentence(result) == (
         f"ISDA lowers the test error by {(one - other).mean():.2f} points "
-        f"(95 % interval {interval.low:.2f} to {interval.high:.2f}, 3 paired seeds)"
+        f"(95 % interval {interval.low:.2f} to {interval.high:.2f}, 3 paired seeds)."
     )
     assert sentence(result) in text
     assert "0.510 ± 0.010" in text  # loss 0.50, 0.51, 0.52
@@ -129,12 +123,12 @@ def test_sentence_when_worse_equal_or_uncertain(tmp_path):
 
     assert re.fullmatch(
         r"ISDA raises the test error by 2\.00 points \(95 % interval 1\.\d\d to 2\.\d\d, "
-        r"3 paired seeds\)",
+        r"3 paired seeds\)\.",
         words("worse"),
     )
-    assert "leaves the test error as it is (95 % interval 0.00 to 0.00" in words("same")
+    assert "does not change the test error (95 % interval 0.00 to 0.00" in words("same")
     assert words("noise").startswith(
-        "the difference is not significant at 3 seeds: ISDA raises the test error by 0.10 points "
+        "The difference is not significant at 3 seeds: ISDA raises the test error by 0.10 points "
         "(95 % interval −"
     )
 
@@ -145,7 +139,7 @@ def test_one_seed_and_unpaired_seeds(tmp_path):
     result = comparison(load_runs(tmp_path), CE, ISDA)
     assert sentence(result) == (
         "ISDA lowers the test error by 1.00 points (1 seed); "
-        "an interval needs at least 2 seeds on each side"
+        "an interval needs at least 2 seeds per side."
     )
     assert "−1.00" in comparison_table(result)
     make_run(tmp_path, CE, 1, 10.2)
@@ -161,7 +155,7 @@ def test_a_seed_without_a_partner_is_left_out_and_named(out):
     make_run(out, CE, 3, 40.0)
     result = comparison(load_runs(out), CE, ISDA)
     assert signed(result.difference) == expected
-    assert sentence(result).endswith("3 paired seeds; without 3, which one side lacks)")
+    assert sentence(result).endswith("3 paired seeds; without 3, missing on one side).")
 
 
 def test_labels_are_those_of_what_was_trained(tmp_path):
@@ -244,7 +238,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
     assert "belong to no cell" not in text
     write_report_page(tmp_path / "report.html", runs)
     assert places in (tmp_path / "report.html").read_text(encoding="utf-8")
-    for show in (tables.main, lambda words: print(recipes_table(words[2]))):
+    for show in (partial(run_command, "table"), lambda words: print(recipes_table(words[2]))):
         show(["2", "--results", str(out)])
         assert f"Left out: {reason}{places}." in capsys.readouterr().out
     with pytest.raises(InputError, match=reason):
@@ -441,7 +435,7 @@ def test_update_markdown(out, tmp_path):
 def test_broken_markers_are_refused(tmp_path, text):
     path = tmp_path / "README.md"
     path.write_text(text)
-    with pytest.raises(InputError, match="closed by"):
+    with pytest.raises(InputError, match="at least one <!-- runs:NAME -->"):
         update_markdown(path, [])
     assert path.read_text() == text
 
@@ -506,7 +500,7 @@ def test_report_equals_the_raw_records(records):
         "significant difference." in text
     )
     assert f"* {FIRST}-focal: The difference is not significant at 3 seeds: Focal loss " in text
-    assert "Left out because unfinished: 1." in text
+    assert "Unfinished runs that are left out: 1." in text
     assert [ISDA, "ce", "–", "−1.00", "too few seeds"] in [row[:5] for row in rows]
 
 
@@ -563,7 +557,7 @@ def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
         (f"{ISDA}{changed}", f"ce{changed}"),
     ]
     assert all("→ 6." in row[6] for row in rows)
-    assert "belong to no cell and no comparison: 8." in text
+    assert "in no cell and no comparison: 8." in text
     write_report_page(tmp_path / "report.html", load_runs(tmp_path))
     details = (tmp_path / "report.html").read_text(encoding="utf-8").split("<summary>")[1:]
     for row, text in zip(rows, details, strict=True):
@@ -611,14 +605,16 @@ def test_our_cost_below_table_1(tmp_path, capsys):
         writer = csv.DictWriter(file, lines[0])
         writer.writeheader()
         writer.writerows({**line, **change} for change in changes for line in lines[:3])
-    expected = [["ResNet-50", "25.6", "0.25", "0.25", "−3.0", "−3.0", "+7.6", "NVIDIA H200"]]
-    for ce, *added in zip(lines[3::3], lines[4::3], lines[5::3], strict=True):
+    time = f"{float(lines[0]['milliseconds']):.2f}"
+    added = ["-3.04 %", "-3.04 %"]
+    expected = [["resnet50", "25.6", "0.25 %", "0.25 %", time, *added, "7.6 %", "NVIDIA H200"]]
+    for ce, *cases in zip(lines[3::3], lines[4::3], lines[5::3], strict=True):
         paper = COST[ce["network"]]
-        row = [f"{float(ce['parameters']) / 1e6:.1f}", f"{float(ce['theoretical_percent']):.2f}"]
-        row += [f"{paper.theoretical:.2f}", *(f"{float(a['added_percent']):+.1f}" for a in added)]
-        row += [f"+{paper.wall:.1f}", ce["device"]]
-        expected.append([NAMES[ce["network"]], *(cell.replace("-", "−") for cell in row)])
-    expected.append(["ResNet-50", "25.6", "0.25", "–", "no memory", "no memory", "–", "x86_64"])
+        row = [f"{float(ce['parameters']) / 1e6:.1f}", f"{float(ce['theoretical_percent']):.2f} %"]
+        row += [f"{paper.theoretical:.2f} %", f"{float(ce['milliseconds']):.2f}"]
+        row += [f"{float(case['added_percent']):+.2f} %" for case in cases]
+        expected.append([ce["network"], *row, f"{paper.wall:.1f} %", ce["device"]])
+    expected.append(["resnet50", "25.6", "0.25 %", "", *["no memory"] * 3, "", "x86_64"])
     page = tmp_path / "report.html"
     main(["--runs", str(RESULTS), "--page", str(page), "--costs", str(kept), str(again)])
     first = capsys.readouterr().out.partition("## Table 2.")[0]

@@ -15,9 +15,9 @@ import scipy.stats
 import torch
 
 from isda.experiments.errors import InputError, RunError
-from isda.experiments.recipes import Recipe
 from isda.experiments.records import export, load_runs, summary
 from isda.experiments.report.intervals import difference, estimate
+from isda.experiments.settings import Recipe
 from isda.experiments.training import environment as environment_module
 from isda.experiments.training import run_folder
 from isda.experiments.training.metrics import expected_calibration_error

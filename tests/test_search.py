@@ -12,6 +12,7 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ import pytest
 import torch
 
 from isda.experiments import search as module
+from isda.experiments.cli import run as run_command
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import RECIPES, Recipe
+from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, load_runs
-from isda.experiments.search import main, search
+from isda.experiments.search import search
+from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.loop import Options, Plan, train
+from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder
+
+main = partial(run_command, "search")
 
 DIGITS = RECIPES["digits-resnet8-isda"]
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200", "--device", "cpu"]
@@ -103,7 +108,7 @@ def test_the_lowest_mean_error_is_chosen(trainer: Callable[..., Trainer]) -> Non
     assert result.chosen.recipe.lambda_0 == 0.25
     assert [trial.error.mean for trial in result.trials] == pytest.approx([8.5, 6, 8])
     assert result.trials[1].error.std == pytest.approx(2**0.5)
-    assert result.final.errors == pytest.approx([11.5, 9.5])
+    assert result.final.errors == pytest.approx({4: 11.5, 2: 9.5})
     assert result.final.error.mean == pytest.approx(10.5)
 
 
@@ -232,16 +237,16 @@ def test_record(trainer: Callable[..., Trainer]) -> None:
         (["digits-resnet8-ce"], "method must be isda to search for its lambda_0, got 'ce'"),
         (["--method", "focal", "--lambda-0", "0"], "method must be isda"),
         (["digits-resnet9-isda"], "unknown recipe 'digits-resnet9-isda'; did you mean"),
-        (["--lambda-0", "0.3"], "lambda_0 is what is searched for: give its values as --cand"),
+        (["--lambda-0", "0.3"], "isda search chooses lambda_0: give its values with --cand"),
         (["--candidates"], "candidates must be different numbers >= 0, got none"),
         (["--candidates", "-0.5", "1"], "candidates must be different numbers >= 0, got -0.5 1"),
         (["--candidates", "1", "0.5", "1.0"], "candidates must be different numbers >= 0, got 1 "),
         (["--candidates", "nan"], "candidates must be different numbers >= 0, got nan"),
         (["--candidates", "inf"], "candidates must be different numbers >= 0, got inf"),
-        (["--seeds", "1", "1"], "seeds must be different numbers from 0 to 2³² - 1, got 1 1"),
-        (["--seeds"], "seeds must be different numbers from 0 to 2³² - 1, got none"),
-        (["--final-seeds", "-1"], "final_seeds must be different numbers from 0 to"),
-        (["--final-seeds"], "final_seeds must be different numbers from 0 to"),
+        (["--seeds", "1", "1"], "seeds must be different integers from 0 to 2³² - 1, got 1 1"),
+        (["--seeds"], "seeds must be different integers from 0 to 2³² - 1, got none"),
+        (["--final-seeds", "-1"], "final_seeds must be different integers from 0 to"),
+        (["--final-seeds"], "final_seeds must be different integers from 0 to"),
         (["--hold-out", "1438"], "must be between 1 and 1437, got 1438"),
         (["--hold-out", "-1"], "hold_out must be >= 0, got -1"),
         (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
@@ -290,7 +295,7 @@ def test_an_unfinished_run_has_no_result(monkeypatch: pytest.MonkeyPatch) -> Non
         return [RunFolder.create(options.out, plan.name, plan.recipe, plan.seed) for plan in plans]
 
     monkeypatch.setattr(module, "train", nothing)
-    with pytest.raises(InputError, match="is not finished: 0 of 20 epochs"):
+    with pytest.raises(InputError, match="no finished run of"):
         search(DIGITS, hold_out=9)
 
 

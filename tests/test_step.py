@@ -22,7 +22,8 @@ from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.networks import create_network
 from isda.experiments.networks.stochastic import Dropout
-from isda.experiments.recipes import RECIPES, Recipe, differing_fields
+from isda.experiments.recipes import RECIPES
+from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training import lane as lane_module
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide

@@ -27,11 +27,12 @@ from torch.nn import functional as F
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.networks import create_network
-from isda.experiments.recipes import Recipe
 from isda.experiments.records import Run, export, summary
+from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop, run_folder
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.loop import Options, Plan, train
+from isda.experiments.training.loop import Plan, train
+from isda.experiments.training.run_folder import RunFolder
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
 
@@ -286,7 +287,7 @@ def test_a_checkpoint_of_another_kind_is_damaged_too(
 
 
 def hold(folder: Path, ready: Any) -> None:
-    with Run(folder).lock():
+    with RunFolder(folder).lock():
         ready.set()
         time.sleep(60)
 
@@ -414,7 +415,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(options: Options) -> None:
     assert "lambda_0 1e+38" in message
     assert message.endswith("the last checkpoint is as it was")
     assert "\n" not in message
-    run = Run(options.out / "wild" / "0")
+    run = RunFolder(options.out / "wild" / "0")
     assert [line["epoch"] for line in run.metrics()] == [0]
     state = run.load()
     assert state is not None
@@ -428,7 +429,7 @@ def test_a_learning_rate_that_is_too_large_is_named(method: str, options: Option
     recipe = recipe if method == "isda" else recipe.baseline()
     with pytest.raises(RunError, match=r"epoch 1: .*learning rate 1e\+12"):
         train([Plan("wild", recipe, 0)], options)
-    run = Run(options.out / "wild" / "0")
+    run = RunFolder(options.out / "wild" / "0")
     assert run.load() is None
     assert run.metrics() == []
 
@@ -438,7 +439,7 @@ def test_a_network_that_the_last_step_of_an_epoch_spoils(options: Options) -> No
     recipe = replace(RECIPE, batch_size=2000, learning_rate=1e30, epochs=1, ema=0.0).baseline()
     with pytest.raises(RunError, match=r"epoch 1: the test loss is (nan|inf).*nothing was saved"):
         train([Plan("spoilt", recipe, 0)], options)
-    run = Run(options.out / "spoilt" / "0")
+    run = RunFolder(options.out / "spoilt" / "0")
     assert run.metrics() == []
     assert run.load() is None
 
@@ -471,7 +472,7 @@ def test_a_run_that_is_there_is_not_overwritten(options: Options, uninterrupted:
         InputError, match=r"started with a different recipe \(lambda_0 1.0 → 0.25\)"
     ):
         train([other], replace(options, resume=True))
-    assert_same_runs([Run(options.out / "one" / "0")], uninterrupted[:1], without=())
+    assert_same_runs([RunFolder(options.out / "one" / "0")], uninterrupted[:1], without=())
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from isda.experiments.recipes import RECIPES, Recipe
+from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, load_runs
+from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.loop import Options, Plan, train
+from isda.experiments.training.loop import Plan, train
+from isda.experiments.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.ddp
 
@@ -84,7 +86,7 @@ def train_on_two(plans: list[Plan], options: Options, *, until: int | None = Non
         process.kill()
         process.join()
     assert [process.exitcode for process in ranks] == [0] * WORLD
-    return [Run(options.out / plan.name / str(plan.seed)) for plan in plans]
+    return [RunFolder(options.out / plan.name / str(plan.seed)) for plan in plans]
 
 
 def checkpoint(run: Run) -> dict[str, Any]:

@@ -14,9 +14,17 @@ from typing import Any
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import writing
-from isda.experiments.recipes import Recipe
+from isda.experiments.settings import Recipe
 
-__all__ = ["LAST_EPOCHS", "Run", "Summary", "export", "load_runs", "summary"]
+__all__ = [
+    "LAST_EPOCHS",
+    "Run",
+    "Summary",
+    "default_folder",
+    "export",
+    "load_runs",
+    "summary",
+]
 
 LAST_EPOCHS = 10
 """The result of a run is its mean test error over this many last epochs, as in the paper."""
@@ -131,6 +139,12 @@ def load_runs(out: Path | str) -> list[Run]:
     folders = [path.parent for path in Path(out).rglob("config.json")]
     runs = [Run(folder) for folder in folders if folder.name.lstrip("-").isdigit()]
     return sorted(runs, key=lambda run: (run.name, run.seed, run.folder))
+
+
+def default_folder() -> Path | None:
+    """Folder of records if none is given: runs, else results, whichever exists and is not empty."""
+    folders = (Path("runs"), Path("results"))
+    return next((path for path in folders if path.is_dir() and any(path.iterdir())), None)
 
 
 def export(run: Run, to: Path | str) -> Path:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from isda.experiments.data.counter_rng import fold, integers
 from isda.experiments.errors import InputError, unknown
+from isda.experiments.settings import AUGMENTATIONS
 
 __all__ = [
-    "AUGMENTATIONS",
     "Augmentation",
     "create_augmentation",
     "crop_and_flip",
@@ -22,8 +22,6 @@ __all__ = [
     "random_crop",
     "random_flip",
 ]
-
-AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")  # in the order in which they are applied
 
 
 def random_crop(images: Tensor, offsets: Tensor, *, padding: int = 4) -> Tensor:

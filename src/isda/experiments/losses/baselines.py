@@ -24,7 +24,7 @@ from isda.experiments.losses.criterion import (
     require_count,
 )
 from isda.experiments.losses.large_margin import LargeMarginLoss
-from isda.experiments.recipes import Recipe
+from isda.experiments.settings import Recipe
 
 __all__ = [
     "CenterLoss",

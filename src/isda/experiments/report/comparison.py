@@ -1,49 +1,42 @@
-"""A method beside its baseline: error, calibration and time over seeds, as text and as a page.
+"""A method compared with its baseline over seeds.
 
-The result of a run is its mean over the last 10 epochs; of a recipe, mean ± standard deviation over
-seeds; of two recipes, the difference with a 95 % interval, paired where the seeds are the same.
+The result of a run is its mean over the last 10 epochs. Recipes are reported as mean ± standard
+deviation over seeds, and compared by the difference with a 95 % interval, paired by seed where both
+sides have the same seeds.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_text
-from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import COMPANIONS, RECIPES, Recipe, differing_fields
-from isda.experiments.records import LAST_EPOCHS, Run, Summary, summary
-from isda.experiments.report.curves import BASELINE, METHOD, Line, curves
-from isda.experiments.report.intervals import Difference, difference, estimate
+from isda.experiments.recipes import COMPANIONS, RECIPES
+from isda.experiments.records import Run, Summary, summary
+from isda.experiments.report.intervals import Difference, Estimate, difference, estimate, signed
+from isda.experiments.report.text import text_table
+from isda.experiments.settings import Recipe, differing_fields
 
 __all__ = [
     "Comparison",
     "Side",
     "compare",
     "comparison",
+    "comparison_rows",
     "comparison_table",
     "create_side",
     "create_sides",
     "distinct",
-    "environments",
     "left_out_line",
-    "page",
     "pair_up",
     "same_training",
     "sentence",
-    "signed",
-    "text_table",
-    "write_comparison_page",
+    "verdict",
 ]
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: the finished runs of a recipe."""
+    """The finished runs of a recipe: one side of a comparison."""
 
     name: str
     """Name of the recipe."""
@@ -52,27 +45,27 @@ class Side:
     """The recipe of all these runs."""
 
     runs: dict[int, Run]
-    """Run by seed."""
+    """Runs by seed."""
 
     summaries: dict[int, Summary]
-    """Result by seed."""
+    """Results by seed."""
 
     unfinished: int
-    """Runs left out because they are not finished."""
+    """Number of runs that were left out because they are not finished."""
 
     @property
     def label(self) -> str:
-        """Method in words, such as ``Cutout + ISDA``."""
+        """Display name of the method, such as ``Cutout + ISDA``."""
         method = self.name.partition("+")[0].rpartition("-")[2]
-        told = "isda" if method.endswith("isda") else "ce" if method in COMPANIONS else method
-        if told != self.recipe.method:  # changed since
+        named = "isda" if method.endswith("isda") else "ce" if method in COMPANIONS else method
+        if named != self.recipe.method:  # changed by a flag
             method = self.recipe.method
         if method in _LABELS:
             return _LABELS[method]
         return " + ".join(_LABELS.get(part, part.capitalize()) for part in method.split("_"))
 
     def only(self, seeds: Collection[int]) -> "Side":
-        """The same with the runs of some seeds."""
+        """A copy with the runs of the given seeds."""
         return replace(
             self,
             runs={seed: run for seed, run in self.runs.items() if seed in seeds},
@@ -80,46 +73,37 @@ class Side:
         )
 
     @property
-    def result(self) -> str:
-        """Error over the seeds, percent, such as ``30.18 ± 0.56``."""
-        return estimate(list(self.errors.values())).format()
+    def error(self) -> Estimate:
+        """Mean and standard deviation of the error over seeds, in percent."""
+        return estimate(list(self.errors.values()))
 
     @property
     def errors(self) -> dict[int, float]:
-        """Error by seed, percent."""
+        """Errors by seed, in percent."""
         return self.values(lambda result: result.error)
 
     def values(self, quantity: Callable[[Summary], float | None]) -> dict[int, float]:
-        """A quantity of the results by seed, without the seeds that did not record it."""
+        """A quantity of the results by seed, without seeds that did not record it."""
         values = {seed: quantity(result) for seed, result in self.summaries.items()}
         return {seed: value for seed, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method beside its baseline."""
+    """A method and its baseline."""
 
     baseline: Side
     method: Side
     difference: Difference
-    """Error of the method minus that of the baseline, in points."""
+    """Error of the method minus error of the baseline, in percentage points."""
 
     @property
     def sides(self) -> tuple[Side, Side]:
         return self.baseline, self.method
 
     @property
-    def lines(self) -> list[Line]:
-        """Both sides as lines of a picture."""
-        colours = (BASELINE, METHOD)
-        return [
-            Line(side.label, list(side.runs.values()), colour)
-            for side, colour in zip(self.sides, colours, strict=True)
-        ]
-
-    @property
     def split(self) -> str:
-        """What was evaluated: the test set, or images held out for validation."""
+        """Split that was evaluated: the test set, or held-out training images."""
         return "validation" if self.method.recipe.hold_out else "test"
 
 
@@ -127,15 +111,15 @@ def comparison(runs: Iterable[Run], baseline_name: str, method_name: str) -> Com
     """Compare the finished runs of two recipes.
 
     Raises:
-        InputError: a side has no finished run, two of the same seed, or runs that differ in their
-            recipe.
+        InputError: a side has no finished run, two runs with the same seed, or runs with different
+            recipes.
     """
     runs = list(runs)
     return compare(*(create_side(runs, name) for name in (baseline_name, method_name)))
 
 
 def compare(baseline: Side, method: Side) -> Comparison:
-    """Compare a method with its baseline; of runs that are paired, those without partner go."""
+    """Compare a method with its baseline; paired sides keep only the seeds that both have."""
     change = difference(baseline.errors, method.errors)
     if change.paired:
         shared = baseline.errors.keys() & method.errors.keys()
@@ -144,8 +128,8 @@ def compare(baseline: Side, method: Side) -> Comparison:
 
 
 def pair_up(sides: Iterable[Side]) -> list[Comparison]:
-    """Every method beside the plain cross entropy of the same training, where both were run."""
-    sides = sorted(sides, key=lambda side: len(side.name))  # of the same by two names, the shorter
+    """Compare every method with cross entropy under the same recipe, if there are runs of both."""
+    sides = sorted(sides, key=lambda side: len(side.name))  # prefer the shorter of two names
     pairs = [
         (
             next((b for b in sides if same_training(b.recipe, method.recipe.baseline())), None),
@@ -159,7 +143,7 @@ def pair_up(sides: Iterable[Side]) -> list[Comparison]:
 
 
 def create_side(runs: Iterable[Run], name: str) -> Side:
-    """Finished runs of that name; raises as ``comparison`` does."""
+    """The finished runs with a name; raises InputError like :func:`comparison`."""
     own = [(run, summary(run)) for run in runs if run.name == name]
     finished = [(run, result) for run, result in own if result.finished]
     if not finished:
@@ -181,10 +165,10 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
 
 
 def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], dict[str, str]]:
-    """The finished runs of every name, and for each name whose runs do not go together, why.
+    """Sides by name, and for every name whose runs contradict each other, the reason.
 
-    Runs that were evaluated on held-out images do not count, nor those that have the name of a
-    recipe but are changed.
+    Skips runs evaluated on held-out images, and runs that have the name of a recipe but different
+    settings.
     """
     by_name: dict[str, list[Run]] = {}
     for run in distinct(runs):
@@ -204,12 +188,12 @@ def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], dict[str, str]]:
 
 
 def left_out_line(reason: str) -> str:
-    """What a table or a page says of a reason given by :func:`create_sides`."""
+    """Sentence for a reason given by :func:`create_sides`."""
     return f"Left out: {reason}."
 
 
 def distinct(runs: Iterable[Run]) -> list[Run]:
-    """The runs without copies: of those with the same name, seed, recipe and result, the first."""
+    """Drop copies: keep the first of the runs with the same name, seed, recipe and result."""
     found: dict[Any, Run] = {}
     for run in runs:
         result = replace(summary(run), seconds=0.0)
@@ -218,124 +202,51 @@ def distinct(runs: Iterable[Run]) -> list[Run]:
 
 
 def same_training(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes differ at most in how fast they run."""
+    """Whether two recipes differ at most in settings that change only the speed."""
     return differing_fields(one, other).keys() <= {"channels_last", "compile"}
 
 
 def sentence(result: Comparison) -> str:
     """The comparison in one sentence."""
-    change, interval = -result.difference.mean, result.difference.interval
-    counts = result.difference.counts
-    if result.difference.paired:
-        seeds = f"{counts[0]} paired seeds" if counts[0] > 1 else "1 seed"
-    else:
-        seeds = f"{counts[0]} and {counts[1]} seeds"
-    if result.difference.without:
-        lacking = ", ".join(map(str, result.difference.without))
-        seeds += f"; without {lacking}, which one side lacks"
-    points = f"{abs(change):.2f}"
-    verb = "lowers" if change > 0 else "raises"
-    error = f"the {result.split} error"
-    if result.baseline.label != _LABELS["ce"]:
-        error += f" of {result.baseline.label}"
-    effect = f"{result.method.label} {verb} {error} by {points} points"
-    if float(points) == 0:
-        effect = f"{result.method.label} leaves {error} as it is"
-    if interval is None:
-        return f"{effect} ({seeds}); an interval needs at least 2 seeds on each side"
-    low, high = sorted((-interval[0], -interval[1]) if change > 0 else interval)
-    effect += _minus(f" (95 % interval {low:z.2f} to {high:z.2f}, {seeds})")
-    if not result.difference.significant:
-        at = seeds.partition(";")[0].replace("paired ", "")
-        return f"the difference is not significant at {at}: {effect}"
-    return effect
+    text = _clause(result)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def comparison_table(result: Comparison) -> str:
-    """The comparison as text: a table and a sentence."""
-    header, *rows = _comparison_cells(result)
-    notes = [_capital(sentence(result)) + "."]
+    """The comparison as a text table and a sentence."""
+    header, *rows = comparison_rows(result)
+    notes = [sentence(result)]
     left_out = sum(side.unfinished for side in result.sides)
     if left_out:
-        notes.append(f"Left out: {left_out} unfinished {_plural('run', left_out)}.")
+        notes.append(f"Left out: {left_out} unfinished run{'s' if left_out > 1 else ''}.")
     return "\n".join([text_table(header, rows), "", *notes])
 
 
-def write_comparison_page(path: Path | str, result: Comparison) -> None:
-    """Write the comparison as one HTML page that needs nothing else: no network, no scripts."""
-    header, *rows = _comparison_cells(result)
-    seeds = sorted({seed for side in result.sides for seed in side.runs})
-    fields = [
-        (field, *(_setting(getattr(side.recipe, field)) for side in result.sides))
-        for field in result.method.recipe.as_dict()
-    ]
-    text = page(
-        "compare.html",
-        result=result,
-        verdict=_capital(sentence(result)) + ".",
-        header=header,
-        rows=rows,
-        seeds=[
-            (seed, *(_optional(side.errors.get(seed)) for side in result.sides),
-             _seed_difference(result, seed))
-            for seed in seeds
-        ],
-        paper=[(side.label, PUBLISHED[side.name]) for side in result.sides
-               if side.name in PUBLISHED],
-        fields=fields,
-        environments=environments(result.sides),
-        error_curves=curves(result.lines, "test_error", f"{result.split} error, %"),
-        loss_curves=curves(result.lines, "train_loss", "training loss"),
-        last_epochs=min(LAST_EPOCHS, result.method.recipe.epochs),
-    )  # fmt: skip
-    write_text(Path(path), text)
+def verdict(change: Difference) -> str:
+    """The difference in one or two words."""
+    if change.interval is None:
+        return "too few seeds"
+    if not change.significant:
+        return "not significant"
+    return "lower" if change.mean < 0 else "higher"
 
 
-def environments(sides: Iterable[Side]) -> dict[str, list[str]]:
-    """Versions, devices and commits of all runs: the values of each, once."""
-    found: dict[str, list[str]] = {}
-    for side in sides:
-        for run in side.runs.values():
-            for record in run.environments:
-                for key, value in record.items():
-                    if value is not None and str(value) not in found.setdefault(key, []):
-                        found[key].append(str(value))
-    return found
-
-
-def page(template: str, **content: Any) -> str:
-    """A page from one of the templates beside this file."""
-    folder = files("isda.experiments.report")
-    engine = jinja2.Environment(
-        loader=jinja2.FunctionLoader(lambda name: folder.joinpath(name).read_text("utf-8")),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return engine.get_template(template).render(**content)
-
-
-def signed(change: Difference | float, digits: int = 2) -> str:
-    """``−0.69 (−1.20 to −0.18)``, or the number alone where there is no interval."""
-    if isinstance(change, Difference):
-        ends = " to ".join(signed(end, digits) for end in change.interval or ())
-        return signed(change.mean, digits) + (f" ({ends})" if ends else "")
-    return _minus(f"{change:+z.{digits}f}")
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Table for a terminal: first column to the left, the others to the right."""
-    padded = [[*row, *[""] * (len(header) - len(row))] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in padded
-    ]
-    return "\n".join([lines[0], "─" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
+def comparison_rows(result: Comparison) -> list[list[str]]:
+    """Header, then one row per quantity: baseline, method, difference."""
+    rows = [["", *(side.label for side in result.sides), "difference (95 % interval)"]]
+    quantities: dict[str, tuple[int, Callable[[Summary], float | None]]] = {
+        f"{result.split} error, %": (2, lambda s: s.error),
+        "NLL": (3, lambda s: s.loss),
+        "ECE, %": (2, lambda s: None if s.ece is None else 100 * s.ece),
+    }
+    for title, (digits, quantity) in quantities.items():
+        sides = [side.values(quantity) for side in result.sides]
+        if all(sides):
+            cells = [estimate(list(values.values())).format(digits) for values in sides]
+            rows.append([title, *cells, signed(difference(*sides), digits)])
+    seconds = [side.values(lambda s: s.seconds / s.epochs) for side in result.sides]
+    rows.append(["s / epoch", *(estimate(list(v.values())).format() for v in seconds), ""])
+    return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
 
 
 _LABELS = {
@@ -354,48 +265,30 @@ _LABELS = {
 }
 
 
-def _comparison_cells(result: Comparison) -> list[list[str]]:
-    """Header, then one row per quantity: baseline, method, difference."""
-    rows = [["", *(side.label for side in result.sides), "difference (95 % interval)"]]
-    quantities: dict[str, tuple[int, Callable[[Summary], float | None]]] = {
-        f"{result.split} error, %": (2, lambda s: s.error),
-        "NLL": (3, lambda s: s.loss),
-        "ECE, %": (2, lambda s: None if s.ece is None else 100 * s.ece),
-    }
-    for title, (digits, quantity) in quantities.items():
-        sides = [side.values(quantity) for side in result.sides]
-        if all(sides):
-            cells = [estimate(list(values.values())).format(digits) for values in sides]
-            rows.append([title, *cells, signed(difference(*sides), digits)])
-    seconds = [side.values(lambda s: s.seconds / s.epochs) for side in result.sides]
-    rows.append(["s / epoch", *(estimate(list(v.values())).format() for v in seconds), ""])
-    return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
-
-
-def _seed_difference(result: Comparison, seed: int) -> str:
-    one, other = (side.errors.get(seed) for side in result.sides)
-    return "–" if one is None or other is None else signed(other - one)
-
-
-def _minus(text: str) -> str:
-    return text.replace("-", "−")
-
-
-def _optional(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _setting(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else word + "s"
+def _clause(result: Comparison) -> str:
+    change, interval = -result.difference.mean, result.difference.interval
+    counts = result.difference.counts
+    if result.difference.paired:
+        seeds = f"{counts[0]} paired seeds" if counts[0] > 1 else "1 seed"
+    else:
+        seeds = f"{counts[0]} and {counts[1]} seeds"
+    if result.difference.without:
+        lacking = ", ".join(map(str, result.difference.without))
+        seeds += f"; without {lacking}, missing on one side"
+    points = f"{abs(change):.2f}"
+    verb = "lowers" if change > 0 else "raises"
+    error = f"the {result.split} error"
+    if result.baseline.label != _LABELS["ce"]:
+        error += f" of {result.baseline.label}"
+    effect = f"{result.method.label} {verb} {error} by {points} points"
+    if float(points) == 0:
+        effect = f"{result.method.label} does not change {error}"
+    if interval is None:
+        return f"{effect} ({seeds}); an interval needs at least 2 seeds per side"
+    low, high = sorted((-interval[0], -interval[1]) if change > 0 else interval)
+    ends = f"{low:z.2f} to {high:z.2f}".replace("-", "−")
+    effect += f" (95 % interval {ends}, {seeds})"
+    if not result.difference.significant:
+        at = seeds.partition(";")[0].replace("paired ", "")
+        return f"the difference is not significant at {at}: {effect}"
+    return effect

@@ -1,7 +1,7 @@
-"""Error bars over seeds, and calibration.
+"""Means, standard deviations and 95 % intervals over seeds.
 
-The paper gives mean and standard deviation over three runs; with so few, several of its CIFAR-10
-gains are within noise, so a comparison here always comes with a 95 % interval.
+The paper reports mean and standard deviation over three runs. With so few runs, several of its
+CIFAR-10 gains are within noise, so every comparison here has a 95 % interval.
 """
 
 import math
@@ -16,11 +16,12 @@ __all__ = [
     "Estimate",
     "difference",
     "estimate",
+    "signed",
 ]
 
 RESOLUTION = 1e-4
-"""Points of error, kept as float32, below which two are the same: less than one of 50,000 images in
-one of ten epochs."""
+"""Errors closer than this, in percentage points, count as equal: it is the rounding error of
+float32, and less than one of 50,000 images in one of ten epochs."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +45,26 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of a method minus mean of its baseline; below zero the method has less of it."""
+    """Mean of a method minus mean of its baseline; negative if the method has the lower value."""
 
     mean: float
     """Difference of the means."""
 
     interval: tuple[float, float] | None
-    """95 % Student-t interval of the difference; None where there are too few runs for one."""
+    """95 % Student-t interval of the difference; None if there are too few runs."""
 
     paired: bool
-    """Whether mean and interval are those of seed-wise differences."""
+    """Whether mean and interval are computed from differences per seed."""
 
     counts: tuple[int, int]
-    """Number of runs of baseline and method that went into it."""
+    """Number of runs of baseline and method that were used."""
 
     without: tuple[int, ...] = ()
-    """Seeds left out because one side lacks them."""
+    """Seeds that were dropped because only one side has them."""
 
     @property
     def significant(self) -> bool:
-        """Whether the interval leaves out zero; one without width, of runs alike, says nothing."""
+        """Whether the interval excludes zero; an interval of zero width is not significant."""
         low, high = self.interval or (0.0, 0.0)
         return high - low > RESOLUTION and (low > 0 or high < 0)
 
@@ -75,7 +76,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     '2.00 ± 1.41'
     """
     if not values:
-        raise ValueError("values must hold at least one number, got none")
+        raise ValueError("values must have at least one number, got none")
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return Estimate(mean, None, 1)
@@ -83,11 +84,11 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def difference(baseline: Mapping[int, float], method: Mapping[int, float]) -> Difference:
-    """Difference of a method and its baseline, with its 95 % interval.
+    """Difference between a method and its baseline, with its 95 % interval.
 
-    Where one side has all the seeds of the other, the runs are paired, and further seeds are left
-    out: a seed gives both the same initial weights and the same order of images. Otherwise all runs
-    count, and the interval is Welch's.
+    If one side has all the seeds of the other, the runs are paired by seed and the remaining seeds
+    are dropped: both runs of a seed have the same initial weights and the same order of images.
+    Otherwise all runs are used, and the interval is Welch's.
 
     Args:
         baseline: value by seed.
@@ -114,6 +115,14 @@ def difference(baseline: Mapping[int, float], method: Mapping[int, float]) -> Di
         freedom = variance**2 / spread if spread > 0 else 1.0
     half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
     return Difference(mean, (mean - half, mean + half), paired, counts, without)
+
+
+def signed(change: Difference | float, digits: int = 2) -> str:
+    """``−0.69 (−1.20 to −0.18)``, or the number alone if there is no interval."""
+    if isinstance(change, Difference):
+        ends = " to ".join(signed(end, digits) for end in change.interval or ())
+        return signed(change.mean, digits) + (f" ({ends})" if ends else "")
+    return f"{change:+z.{digits}f}".replace("-", "−")
 
 
 def _variance(values: Sequence[float]) -> float:

@@ -29,7 +29,7 @@ from isda.experiments.errors import InputError, refusing
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, bind_draws, create_network
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
-from isda.experiments.recipes import Recipe
+from isda.experiments.settings import Recipe
 from isda.experiments.training.metrics import expected_calibration_error
 
 __all__ = ["Lane"]

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,54 +23,13 @@ from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError, RunError
-from isda.experiments.recipes import Recipe
 from isda.experiments.records import summary
+from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.run_folder import RunFolder, require_free
 from isda.experiments.training.side_by_side import SideBySide
 
-__all__ = ["Options", "Plan", "choose_kernels", "join_processes", "load_images", "train"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to train, as far as the results do not depend on it."""
-
-    out: Path = Path("runs")
-    """Folder of the runs: OUT/<recipe>/<seed>/."""
-
-    resume: bool = False
-    """Go on with the runs that are there."""
-
-    device: str = "auto"
-    """Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N."""
-
-    data_root: Path | None = None
-    """Folder of CIFAR, if not the folder data, or of ImageNet."""
-
-    download: bool = False
-    """Fetch CIFAR if it is not there."""
-
-    skip_unreadable: bool = False
-    """Leave out image files that cannot be read."""
-
-    workers: int | None = None
-    """Processes that read image files; one per processor, up to 16, if not given."""
-
-    side_by_side: int = 0
-    """Runs trained at once on a GPU; 0 chooses by the size of the network, up to 6."""
-
-    capture: bool = True
-    """Capture training steps in CUDA graphs on a GPU."""
-
-    deterministic: bool = False
-    """Deterministic kernels on a GPU: the same weights bit for bit, more slowly."""
-
-    checkpoint_seconds: float = 60.0
-    """Time between checkpoints; one is always written at the end."""
-
-    tensorboard: bool = False
-    """Write the metrics for TensorBoard, too."""
+__all__ = ["Plan", "choose_kernels", "join_processes", "load_images", "train"]
 
 
 @dataclass(frozen=True)
@@ -89,12 +47,6 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
     Under ``torchrun`` all processes train each run together; rank 0 writes.
     """
     options = options or Options()
-    if options.side_by_side < 0:
-        raise InputError(f"side_by_side must be >= 0, got {options.side_by_side}")
-    if not options.checkpoint_seconds >= 0:
-        raise InputError(f"checkpoint_seconds must be >= 0, got {options.checkpoint_seconds}")
-    if options.workers is not None and options.workers < 0:
-        raise InputError(f"workers must be >= 0, got {options.workers}")
     if options.tensorboard:
         _summary_writer()
     begun, runs = False, dict[int, RunFolder]()

@@ -23,8 +23,8 @@ except ImportError:  # not on Windows
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import sync_folder, write_text, writing
-from isda.experiments.recipes import Recipe, differing_fields
 from isda.experiments.records import Run, summary
+from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training.environment import environment
 
 __all__ = ["RunFolder", "require_free"]

@@ -10,28 +10,28 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from isda.experiments.cost_records import CASES, MeasuredCost
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import NETWORKS, own_image_size
-from isda.experiments.recipes import RECIPES, Recipe, get_recipe
+from isda.experiments.recipes import RECIPES, get_recipe
+from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.loop import Options, choose_kernels
+from isda.experiments.training.loop import choose_kernels
 from isda.experiments.training.memory import peak_host_memory
 from isda.experiments.training.side_by_side import SideBySide
 
 __all__ = [
-    "CASES",
     "SHAPES",
-    "MeasuredCost",
     "image_shape",
     "isda_recipe",
     "measured_cost",
@@ -46,24 +46,6 @@ SHAPES: dict[str, tuple[int, tuple[int, int, int]]] = {
     "digits": (10, (1, 8, 8)),
 }
 """Number of classes and shape of the images of each data set."""
-
-CASES = ("ce", "diagonal", "full")
-"""What is measured: cross entropy, and ISDA with each structure of the covariance."""
-
-
-@dataclass(frozen=True)
-class MeasuredCost:
-    """Time and memory of a training step, one of ``CASES``; None where nothing was measured."""
-
-    case: str
-    batch_size: int
-    precision: str
-    milliseconds: float | None = None  # of a step, median of the repeats
-    spread_percent: float | None = None  # largest distance of a repeat from the median
-    added_percent: float | None = None  # time in addition to that of cross entropy
-    mebibytes: float | None = None  # held by tensors at the peak of a step, without the images
-    added_mebibytes: float | None = None
-    note: str = ""  # why there are no numbers
 
 
 def measured_cost(
