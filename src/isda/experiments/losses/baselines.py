@@ -33,8 +33,8 @@ __all__ = [
     "FocalLoss",
     "LargeMarginLoss",
     "LqLoss",
-    "center_gradient",
     "center_loss",
+    "center_update",
     "create_criterion",
     "disturb_label",
     "focal_loss",
@@ -119,14 +119,16 @@ def center_loss(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
     return 0.5 * apart.square().sum(1)
 
 
-def center_gradient(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
-    r"""Σ (c_j − a_i) over the samples i of each class j: ∂/∂c of the sum of :func:`center_loss`.
+def center_update(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
+    r"""Δc_j = Σ_{y_i = j} (c_j − a_i) / (1 + n_j) for every class j with n_j samples.
+
+    Equation 4 of Wen et al. (2016): the centers move to c_j − α Δc_j. The 1 in the denominator
+    keeps the center of a class without samples in place.
 
     Shape:
         features (N, A), centers (C, A), target (N,); output (C, A).
     """
-    index, apart = _apart(features, centers, target)
-    return torch.zeros_like(centers, dtype=apart.dtype).index_add(0, index, apart, alpha=-1)
+    return _divide(_center_sums(features, centers, target))
 
 
 class CrossEntropyLoss(Criterion):
@@ -199,7 +201,7 @@ class DisturbLabelLoss(Criterion):
         require(shape[1] == self.num_classes, "logits", shape, f"of shape (N, {self.num_classes})")
         target = disturb_label(
             batch.target,
-            _step_key_op(self.key, self.step),
+            counter_rng.fold(self.key, _snapshot(self.step)),
             num_classes=self.num_classes,
             noise_rate=self.noise_rate,
             start=batch.start(),
@@ -214,31 +216,24 @@ class DisturbLabelLoss(Criterion):
 class CenterLoss(Criterion):
     r"""Cross entropy plus center_weight · mean ½ |a − c_y|² (Wen et al., 2016).
 
-    The centers c are parameters of the criterion, not of the model, and stay at 0, where they
-    start, unless an optimiser moves them (see the example): they have a learning rate of their own,
-    and neither momentum nor weight decay. Their gradient is that of the mean ½ |a − c_y|² alone: it
-    does not depend on ``center_weight``, so that neither does the rate at which they follow the
-    features. It is that of all ranks' samples on every rank; no rank need average it.
+    The centers start at 0. Every call in training mode moves them by :func:`center_update`, after
+    the loss was computed with the old ones, so the optimizer does not need them. With several ranks
+    the update uses the samples of all ranks, and all ranks keep the same centers.
 
     Args:
         num_features: number A of features, the head's ``in_features``.
         num_classes: number C of classes, the head's ``out_features``.
-        center_weight: of the center term. The paper does not tell; 0.003 is that of the original's
-            experiments, where both terms are sums over the batch: the same ratio as for means.
-        learning_rate: of the centers; 0.5 is the paper's choice (Appendix B).
+        center_weight: weight of the center term. The paper does not give it; 0.003 is the value of
+            Wen et al., who sum both terms over the batch, which gives the same ratio as two means.
+        learning_rate: step size α of the centers; 0.5 is the paper's choice (Appendix B).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-        >>> center = CenterLoss(num_features=8, num_classes=3)
-        >>> criterion = isda.attach(model, center)
-        >>> centers = {"params": center.parameters(), "lr": center.learning_rate, "momentum": 0}
-        >>> groups = [{"params": model.parameters()}, centers]
-        >>> optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        >>> criterion = isda.attach(model, CenterLoss(num_features=8, num_classes=3))
         >>> criterion(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0])).backward()
-        >>> optimizer.step()
-        >>> bool((center.centers != 0).any())
-        True
     """
+
+    centers: Tensor
 
     def __init__(
         self,
@@ -253,21 +248,22 @@ class CenterLoss(Criterion):
         require_count("num_classes", num_classes)
         holds = is_number(center_weight) and 0 <= center_weight < math.inf
         require(holds, "center_weight", center_weight, ">= 0 and finite")
-        holds = is_number(learning_rate) and 0 < learning_rate < math.inf
-        require(holds, "learning_rate", learning_rate, "> 0 and finite")
+        holds = is_number(learning_rate) and 0 < learning_rate <= 1
+        require(holds, "learning_rate", learning_rate, "in (0, 1]")
         self.center_weight, self.learning_rate = center_weight, learning_rate
-        self.centers = nn.Parameter(torch.zeros(num_classes, num_features))
+        self.register_buffer("centers", torch.zeros(num_classes, num_features))
 
     def loss(self, batch: Batch) -> Tensor:
         shape, expected = tuple(batch.weight.shape), tuple(self.centers.shape)
         require(shape == expected, "weight", shape, f"of shape {expected}")
-        features, centers = batch.features.to(batch.logits.dtype), self.centers.detach()
+        features = batch.features.to(batch.logits.dtype)
+        centers = _snapshot(self.centers)
         losses = functional.cross_entropy(batch.logits, batch.target, reduction="none")
         losses = losses + self.center_weight * center_loss(features, centers, batch.target)
-        gradient = center_gradient(features.detach(), centers, batch.target)
-        gradient = distributed.sum_over_ranks(gradient) / batch.world  # mean takes it world times
-        follow = (self.centers * gradient).sum()
-        return batch.mean(losses.sum() + (follow - follow.detach()))  # a gradient, no value
+        with torch.no_grad():
+            sums = distributed.sum_over_ranks(_center_sums(features, centers, batch.target))
+            self.centers.sub_(self.learning_rate * _divide(sums))
+        return batch.mean(losses)
 
     def extra_repr(self) -> str:
         return f"center_weight={self.center_weight}, learning_rate={self.learning_rate}"
@@ -311,6 +307,17 @@ def _apart(features: Tensor, centers: Tensor, target: Tensor) -> tuple[Tensor, T
     return index, torch.where(counted[:, None], features - centers[index], 0.0)
 
 
+def _center_sums(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
+    """Σ (c_j − a_i) over the samples of each class, and their number as the last column."""
+    index, apart = _apart(features, centers, target)
+    rows = torch.cat((-apart, (target != IGNORED)[:, None].to(apart.dtype)), 1)  # (N, A + 1)
+    return rows.new_zeros(len(centers), rows.shape[1]).index_add(0, index, rows)
+
+
+def _divide(sums: Tensor) -> Tensor:
+    return sums[:, :-1] / (1 + sums[:, -1:])
+
+
 def _create_estimator(recipe: Recipe, num_features: int, num_classes: int) -> Covariance:
     """Products are as precise as those of the network; statistics are float32 in any case."""
     if recipe.covariance == "full" and recipe.precision == "bf16":
@@ -318,16 +325,16 @@ def _create_estimator(recipe: Recipe, num_features: int, num_classes: int) -> Co
     return COVARIANCES[recipe.covariance](num_features, num_classes, decay=recipe.decay)
 
 
-@torch.library.custom_op("isda::step_key", mutates_args=())
-def _step_key_op(key: Tensor, step: Tensor) -> Tensor:
-    """Key of a step.
+@torch.library.custom_op("isda::snapshot", mutates_args=())
+def _snapshot(buffer: Tensor) -> Tensor:
+    """Copy of a buffer that is updated in the same step.
 
-    An operator, because torch.compile may compute plain arithmetic once more for the backward pass,
-    when the step has been counted already.
+    It is an operator because torch.compile may recompute plain arithmetic in the backward pass,
+    when the buffer already has its new value.
     """
-    return counter_rng.fold(key, step)
+    return buffer.clone()
 
 
-@_step_key_op.register_fake
-def _(key: Tensor, step: Tensor) -> Tensor:
-    return torch.empty_like(key)
+@_snapshot.register_fake
+def _(buffer: Tensor) -> Tensor:
+    return torch.empty_like(buffer)

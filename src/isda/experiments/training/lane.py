@@ -102,11 +102,6 @@ class Lane:
         if recipe.momentum:  # from zeros, so that the first step is like any other
             for parameter in self.parameters:
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        own = list(self.criterion.parameters())  # such as the centers of the center loss
-        self.criterion_rate = torch.zeros((), device=device)
-        self.criterion_optimizer = (
-            torch.optim.SGD(own, lr=self.criterion_rate, fused=True) if own else None
-        )
         self._images = self._order = torch.empty(0)  # of a loader, nothing
         if isinstance(data, ImageArrays):
             self._images = data.train_images
@@ -144,11 +139,7 @@ class Lane:
 
     def begin_epoch(self) -> None:
         """Set schedules, order and whatever is augmented ahead of the epoch."""
-        rate = self.recipe.learning_rate_at(self.epoch)
-        self.learning_rate.fill_(rate)
-        if self.criterion_optimizer is not None:  # its own rate falls as that of the network
-            initial: float = self.criterion.learning_rate  # type: ignore[assignment]
-            self.criterion_rate.fill_(initial * rate / self.recipe.learning_rate)
+        self.learning_rate.fill_(self.recipe.learning_rate_at(self.epoch))
         self.progress.fill_(self.recipe.progress_at(self.epoch))
         self.position.zero_()
         self.total_loss.zero_()
@@ -193,8 +184,6 @@ class Lane:
         )
         loss.backward()
         self.optimizer.step()
-        if self.criterion_optimizer is not None:
-            self.criterion_optimizer.step()
         if self.average is not None:
             self._update_average(self.average)
         self.total_loss.add_(loss.detach(), alpha=size)
@@ -203,8 +192,6 @@ class Lane:
     def forget_gradients(self) -> None:
         """Free the gradients; the next step makes new ones."""
         self.optimizer.zero_grad(set_to_none=True)
-        if self.criterion_optimizer is not None:
-            self.criterion_optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def evaluate(self) -> None:
