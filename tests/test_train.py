@@ -133,20 +133,20 @@ def die_in_step(number: int) -> None:
 
 def die_before_saving(number: int) -> None:
     """The line of an epoch is written, its checkpoint is not."""
-    calls, save = itertools.count(), Run.save
+    calls, save = itertools.count(), RunFolder.save
 
-    def counted(run: Run, state: dict[str, Any]) -> None:
+    def counted(run: RunFolder, state: dict[str, Any]) -> None:
         if next(calls) == number:
             die()
         save(run, state)
 
-    Run.save = counted
+    RunFolder.save = counted
 
 
 def die_in_a_line(number: int) -> None:
-    calls, append = itertools.count(), Run.append
+    calls, append = itertools.count(), RunFolder.append
 
-    def counted(run: Run, metrics: dict[str, Any]) -> None:
+    def counted(run: RunFolder, metrics: dict[str, Any]) -> None:
         if next(calls) == number:
             with open(run.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics)[:40])
@@ -154,7 +154,7 @@ def die_in_a_line(number: int) -> None:
                 die()
         append(run, metrics)
 
-    Run.append = counted
+    RunFolder.append = counted
 
 
 def die_in_a_checkpoint(number: int) -> None:

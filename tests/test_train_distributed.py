@@ -204,7 +204,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert "isda: another process of this training has stopped" in again.stderr
     assert "in train\n" not in again.stderr  # no traceback of ours; torchrun has its own
     recipe = replace(RECIPES["digits-resnet8-isda"], epochs=2, batch_size=481, learning_rate=0.02)
-    two = load_runs(tmp_path / "two")
+    two = [RunFolder(run.folder) for run in load_runs(tmp_path / "two")]
     plans = [Plan(recipe.method, recipe, 0) for recipe in (recipe.baseline(), recipe)]
     one = train(plans, Options(out=tmp_path / "one", device="cpu"))
     assert [run.recipe.method for run in two] == ["ce", "isda"]

@@ -1,4 +1,4 @@
-"""What the user can get wrong: one line on the terminal, exit code 2, no traceback."""
+"""Input errors: the command line shows them as one line, with exit code 2 and no traceback."""
 
 import contextlib
 import difflib
@@ -8,7 +8,7 @@ __all__ = ["InputError", "RunError", "refusing", "unknown"]
 
 
 class InputError(ValueError):
-    """A mistake in a command, a path or a file; its message is shown as it is."""
+    """Invalid argument, path or file; the message is shown to the user as it is."""
 
 
 class RunError(InputError):
@@ -16,7 +16,7 @@ class RunError(InputError):
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """Error for a name that does not exist, with the nearest names that do."""
+    """Error for an unknown name, which suggests similar ones."""
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return InputError(f"unknown {kind} {name!r}{hint}")
@@ -24,7 +24,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
 
 @contextlib.contextmanager
 def refusing(mistake: str) -> Iterator[None]:
-    """Tell what a network raises when it is given images as a mistake of the user."""
+    """Turn errors that a network raises for unsuitable images into an InputError."""
     try:
         yield
     except (AssertionError, RuntimeError, ValueError) as error:

@@ -1,8 +1,7 @@
-"""What is trained and how: Tables 1 to 5 and Appendix B of the paper as data.
+"""The paper's recipes as data: Tables 1 to 5 with the settings of Appendix B.
 
-A recipe is a frozen record of data set, network, method and schedule. Where the paper and the
-authors' code differ in something that changes the numbers, the recipe follows the code, and the
-choice is a named field: ``milestones``, ``cosine_offset``, ``ramp``, ``nesterov``.
+Where the paper and the authors' code differ in a way that changes the results, the recipes follow
+the code, and the choice is a field: ``milestones``, ``cosine_offset``, ``ramp``, ``nesterov``.
 """
 
 import re
@@ -27,7 +26,7 @@ __all__ = [
 
 
 def get_recipe(name: str) -> Recipe:
-    """A recipe of the paper by name."""
+    """Recipe of the paper by name."""
     try:
         return RECIPES[name]
     except KeyError:
@@ -35,9 +34,9 @@ def get_recipe(name: str) -> Recipe:
 
 
 def name_of(recipe: Recipe) -> str:
-    """Name of a recipe, ``<data>-<network>-<method>``, fit for a folder.
+    """Name of a recipe, ``<data>-<network>-<method>``, which is a valid folder name.
 
-    Any recipe has one, those for a user's own images too; it does not tell the schedule.
+    Recipes for your own images have one, too. The name does not depend on the schedule.
 
     >>> name_of(Recipe(data="imagefolder:photos/birds", network="timm:resnet18", epochs=1,
     ...                batch_size=1, learning_rate=0.1, weight_decay=0.0))
@@ -52,16 +51,16 @@ def name_of(recipe: Recipe) -> str:
 
 
 def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> str:
-    """Name of a run: that of the recipe it started from, and every field that was changed.
+    """Name of a run: the name of the original recipe and every field that was changed.
 
     >>> start = get_recipe("digits-resnet8-isda")
     >>> run_name(replace(start, lambda_0=1.0), start, "digits-resnet8-isda")
     'digits-resnet8-isda+lambda_0=1.0'
 
     Args:
-        recipe: what is trained.
-        start: the recipe before any field was changed.
-        start_name: its name, if it is not the one that its fields give.
+        recipe: recipe of the run.
+        start: recipe before any field was changed.
+        start_name: name of ``start``; by default ``name_of(start)``.
     """
     moved = replace(start, data=recipe.data, network=recipe.network)
     name = start_name or name_of(moved)
@@ -69,11 +68,11 @@ def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> st
         f"+{field}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
         for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
     ]
-    return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # fit for a folder
+    return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
 
 
 def baseline_of(name: str) -> str:
-    """Name of the recipe without ISDA that an ISDA recipe is compared with.
+    """Name of the baseline that an ISDA recipe is compared with.
 
     >>> baseline_of("cifar10-resnet32-isda"), baseline_of("cifar10-wide_resnet28_10-cutout_isda")
     ('cifar10-resnet32-ce', 'cifar10-wide_resnet28_10-cutout')
@@ -86,7 +85,7 @@ def baseline_of(name: str) -> str:
 
 
 COMPANIONS = ("cutout", "autoaugment", "dropout")
-"""What ISDA is combined with in Tables 3 and 4."""
+"""Techniques that ISDA is combined with in Tables 3 and 4."""
 
 
 def _steps(
@@ -185,7 +184,7 @@ _WITH_ISDA = [
     ),
 ]
 
-# Table 5: what an ablation changes in the ISDA recipe.
+# Table 5: changes of the ISDA recipe.
 _ABLATIONS: dict[str, dict[str, Any]] = {
     "identity_isda": {"covariance": "identity"},
     "diagonal_isda": {"covariance": "diagonal"},
@@ -195,7 +194,7 @@ _ABLATIONS: dict[str, dict[str, Any]] = {
 
 
 def _named() -> Iterator[tuple[str, Recipe]]:
-    """Every training of Tables 1 to 5 with its name."""
+    """All recipes of Tables 1 to 5 with their names."""
     for recipe in _WITH_ISDA:
         yield name_of(recipe.baseline()), recipe.baseline()
         yield name_of(recipe), recipe
@@ -217,10 +216,10 @@ def _named() -> Iterator[tuple[str, Recipe]]:
 
 
 RECIPES: dict[str, Recipe] = dict(_named())
-"""Every training of Tables 1 to 5 but the GANs', and two on the bundled digits, by name."""
+"""All recipes of Tables 1 to 5 by name, without the GANs, and two on scikit-learn's digits."""
 
 DEFAULT = "digits-resnet8-isda"
-"""The recipe that needs no download and no GPU."""
+"""Default recipe, which needs no download and no GPU."""
 
 OWN_IMAGES = Recipe(
     data="imagefolder:PATH",
@@ -232,4 +231,4 @@ OWN_IMAGES = Recipe(
     lambda_0=0.5,
     channels_last=True,
 )
-"""A start for images that no recipe is made for."""
+"""Default recipe for your own images."""

@@ -1,4 +1,4 @@
-"""What to train and how: a recipe decides the result, the options decide only the speed."""
+"""Settings of a training run: the recipe decides the result, the options how it is computed."""
 
 import dataclasses
 import math
@@ -22,26 +22,26 @@ METHODS: tuple[str, ...] = get_args(Method)
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One way to train one network on one data set."""
+    """How to train a network on a data set."""
 
     data: str
     """Data set: digits, cifar10, cifar100, imagenet or imagefolder:PATH."""
 
     network: str
-    """Network by name."""
+    """Network by name, or timm:NAME."""
 
     method: Method = "isda"
-    """Loss: plain cross entropy, ISDA, or a baseline of Table 4."""
+    """Loss: cross entropy, ISDA, or a baseline of Table 4."""
 
     augment: tuple[str, ...] = ()
-    """Image augmentations, out of crop, flip, autoaugment and cutout, which is also their order;
-    data read from image files have crop and flip of their own."""
+    """Augmentations: crop, flip, autoaugment, cutout, always applied in this order. Image files
+    are always cropped and flipped, and take no others."""
 
     epochs: int
-    """Passes over the training images."""
+    """Number of epochs."""
 
     batch_size: int
-    """Images per step, over all processes."""
+    """Images per step, summed over all processes."""
 
     learning_rate: float
     """Learning rate of the first epoch."""
@@ -50,67 +50,67 @@ class Recipe:
     """Momentum of SGD."""
 
     nesterov: bool = True
-    """Nesterov momentum. The authors' ImageNet code has plain momentum."""
+    """Nesterov momentum; off for ImageNet, as in the authors' code."""
 
     weight_decay: float
-    """L2 penalty on every parameter, biases and batch norm included."""
+    """Weight decay of all parameters, including biases and batch norm."""
 
     schedule: Literal["step", "cosine"] = "cosine"
-    """Learning rate over the epochs: falling in steps, or along a cosine."""
+    """Learning rate schedule."""
 
     milestones: tuple[int, ...] = ()
-    """Epochs, counted from 1, from which on the step schedule is lower by another gamma."""
+    """Epochs, counted from 1, at which the step schedule multiplies the rate by gamma."""
 
     gamma: float = 0.1
-    """Factor of each step of the step schedule."""
+    """Factor of the step schedule."""
 
     cosine_offset: int = 0
-    """Epochs by which the cosine runs ahead; 1 ends at a learning rate of zero."""
+    """Epochs to shift the cosine schedule by; with 1 the last epoch has learning rate 0."""
 
     lambda_0: float = 0.0
-    """Strength of ISDA at the end of the ramp; 0 is plain cross entropy."""
+    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy."""
 
     covariance: Literal["full", "diagonal", "shared", "identity"] = "full"
-    """Covariance of the features: full or diagonal per class, one shared by all, or identity."""
+    """Covariance: full or diagonal per class, one shared by all classes, or identity."""
 
     ramp: Literal["epoch", "step", "constant"] = "epoch"
-    """Growth of the strength to lambda_0: once per epoch, at every step, or none (constant)."""
+    """How the strength grows to lambda_0: per epoch, per step, or not at all (constant)."""
 
     decay: float = 1.0
-    """Weight that a sample keeps in the statistics with each later one of its class; 1: all."""
+    """Decay of a sample's weight in the statistics per later sample of its class; 1: none."""
 
     noise_rate: float = 0.0
-    """Share of labels that disturb_label draws anew in every step."""
+    """Fraction of labels that disturb_label redraws in every step."""
 
     drop_rate: float = 0.0
     """Dropout rate inside the network."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the network: float32, or bfloat16 autocast."""
+    """Precision of the network: float32, or bfloat16 autocast."""
 
     channels_last: bool = False
-    """Channels-last memory layout."""
+    """Use the channels-last memory format."""
 
     compile: bool = False
-    """Compile the network; used on GPUs only."""
+    """Compile the network with torch.compile; GPU only."""
 
     ema: float = 0.0
-    """Decay of an average of the weights, evaluated in their place; 0 turns it off."""
+    """Decay of an exponential moving average of the weights to evaluate; 0: off."""
 
     hold_out: int = 0
-    """Training images held out and evaluated in place of the test set."""
+    """Number of training images to hold out and evaluate instead of the test set."""
 
     image_size: int = 224
-    """Side of the square images made from image files."""
+    """Side of the square crops of image files, in pixels."""
 
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
             _require(value in choices, field, value, f"one of {', '.join(choices)}")
         for field in ("data", "network"):
-            _require(bool(getattr(self, field)), field, getattr(self, field), "a name")
+            _require(bool(getattr(self, field)), field, getattr(self, field), "non-empty")
         kind, _, path = self.data.partition(":")
-        if path:  # of the ways to write it, one
+        if path:  # normalise, since runs are named after it
             object.__setattr__(self, "data", f"{kind}:{PurePath(path)}")
         for field in ("epochs", "batch_size", "image_size"):
             _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
@@ -133,7 +133,7 @@ class Recipe:
             and len(set(self.augment)) == len(self.augment),
             "augment",
             self.augment,
-            f"drawn from {', '.join(AUGMENTATIONS)}, each once",
+            f"distinct names out of {', '.join(AUGMENTATIONS)}",
         )
         _require(
             all(a < b for a, b in zip((0, *self.milestones), self.milestones, strict=False)),
@@ -145,7 +145,7 @@ class Recipe:
             self.method == "isda" or self.lambda_0 == 0,
             "lambda_0",
             self.lambda_0,
-            f"0 with method {self.method}, where it has no effect",
+            f"0 with method {self.method}",
         )
         _require(
             (self.method == "disturb_label") == (self.noise_rate > 0),
@@ -155,10 +155,10 @@ class Recipe:
         )
 
     def learning_rate_at(self, epoch: int) -> float:
-        """Learning rate in force during an epoch, counted from 0.
+        """Learning rate of an epoch, counted from 0.
 
-        ``step``: learning_rate · gamma^k with k milestones reached, where milestone m is reached by
-        the m-th epoch. ``cosine``: ½ · learning_rate · (1 + cos(π (epoch + cosine_offset) / T)).
+        ``step``: learning_rate · gamma^k after k milestones, where milestone m is the m-th epoch.
+        ``cosine``: ½ · learning_rate · (1 + cos(π (epoch + cosine_offset) / T)).
         """
         if self.schedule == "step":
             reached = sum(epoch + 1 >= milestone for milestone in self.milestones)
@@ -167,10 +167,10 @@ class Recipe:
         return 0.5 * self.learning_rate * (1 + math.cos(math.pi * phase))
 
     def progress_at(self, epoch: int, *, step: int = 0, steps: int = 1) -> float:
-        """Progress t/T of the ramp in step ``step`` of the ``steps`` of an epoch, all from 0.
+        """Progress t/T of the ramp in an epoch, at step ``step`` of ``steps``, counted from 0.
 
-        The strength in force is ``lambda_0 * progress``; with the ramp per epoch the first epoch
-        is plain cross entropy.
+        The strength is ``lambda_0 * progress``. With ``ramp="epoch"`` the first epoch is plain
+        cross entropy.
         """
         if self.ramp == "constant":
             return 1.0
@@ -179,7 +179,7 @@ class Recipe:
         return (epoch * steps + step) / (self.epochs * steps)
 
     def baseline(self) -> "Recipe":
-        """The same training with plain cross entropy."""
+        """The same recipe with cross entropy."""
         return replace(
             self,
             method="ce",
@@ -191,7 +191,7 @@ class Recipe:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields as JSON knows them; ``from_dict`` reads them back."""
+        """Fields as JSON values; the inverse of ``from_dict``."""
         return {
             field: list(value) if isinstance(value, tuple) else value
             for field, value in dataclasses.asdict(self).items()
@@ -199,7 +199,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Recipe":
-        """The recipe of a run record."""
+        """Recipe from the fields of a run record."""
         known = {field.name for field in dataclasses.fields(cls)}
         for field in fields:
             if field not in known:
@@ -210,13 +210,13 @@ class Recipe:
         }
         try:
             return cls(**values)
-        except TypeError as error:  # a field is missing or has another type
-            raise InputError(f"not a recipe: {error}") from error
+        except TypeError as error:  # a missing field or a wrong type
+            raise InputError(f"not a valid recipe: {error}") from error
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to run the training; no option changes the result."""
+    """How to run the training; the options do not change the result."""
 
     out: Path = Path("runs")
     """Folder for the runs: OUT/<recipe>/<seed>/."""

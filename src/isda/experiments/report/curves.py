@@ -1,4 +1,4 @@
-"""Training curves as inline SVG: mean over seeds against the epoch, in the colours of the page."""
+"""Training curves as inline SVG: mean over seeds against the epoch, in the page's colours."""
 
 import io
 import math
@@ -15,17 +15,17 @@ from isda.experiments.records import Run
 
 __all__ = ["BASELINE", "METHOD", "OTHERS", "Line", "curves"]
 
-# Stand-ins that matplotlib draws with; the page sets them, for light and for dark screens.
+# Placeholder colours for matplotlib; the page defines the real ones for light and dark mode.
 _INK, BASELINE, METHOD = "#010203", "#040506", "#070809"
 _VARIABLES = {_INK: "--ink", BASELINE: "--baseline", METHOD: "--method"}
 
 OTHERS = ("#8a63d2", "#2e9e6b", "#c2428c", "#a08500", "#2b98a3", "#85898e", "#d2504a")
-"""Colours for further lines, readable on light and on dark."""
+"""Colours of further lines, readable in light and dark mode."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a picture: the finished runs of a recipe."""
+    """One line of a plot: the finished runs of a recipe."""
 
     label: str
     runs: Sequence[Run]
@@ -35,20 +35,20 @@ class Line:
 def curves(
     lines: Sequence[Line], key: str, title: str, *, band: bool = True, salt: str = ""
 ) -> Markup:
-    """Draw a metric of the epochs, mean over seeds, as an SVG that scales with the page.
+    """Plot a metric against the epoch, mean over seeds, as an SVG that scales with the page.
 
     Args:
-        lines: what is drawn, in the order of the legend.
-        key: name of the metric.
-        title: its name on the axis.
-        band: shade from the least to the greatest seed.
-        salt: tells apart two pictures of the same on one page.
+        lines: lines in the order of the legend.
+        key: name of the metric in the records.
+        title: label of the axis.
+        band: shade the range from the lowest to the highest seed.
+        salt: makes the element ids of two plots of the same runs on one page different.
     """
     salt = " ".join([salt, key, *(str(run.folder) for line in lines for run in line.runs)])
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
         figure = Figure(figsize=(4.4, 3.0), layout="constrained")
         axes = figure.subplots()
-        framed: list[float] = []  # what the frame has to show: all but the first quarter
+        framed: list[float] = []  # values in view: all but the first quarter of the epochs
         last = 2
         for line in lines:
             records = [run.metrics() for run in line.runs]
@@ -82,10 +82,10 @@ def curves(
 
 
 def _inline(svg: str, label: str) -> Markup:
-    """The picture as a part of a page: no size of its own, no shared names, the page's colours."""
+    """SVG for embedding: no fixed size, no duplicate ids, colours as CSS variables."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in all pictures
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in all plots
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r' height="[^"]*pt"', "", svg, count=1)
     )

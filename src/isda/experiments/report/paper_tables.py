@@ -1,7 +1,7 @@
-"""Tables 1 to 5 as the paper prints them, each number with the recipe that trains it.
+"""Tables 1 to 5 as the paper prints them, with the recipe of every number.
 
-A cell is addressed as ``DATA/NETWORK/METHOD``, the parts of its recipe's name. The rows of the GANs
-have no recipe and are kept as printed.
+The address of a cell is ``DATA/NETWORK/METHOD``, the parts of its recipe's name. The GANs in Table
+4 have no recipe.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 EMPTY = "·"
-"""In place of a number that was not run yet."""
+"""Mark of a number that was not run yet."""
 
 DASH = "–"
-"""In place of a number that the paper does not have."""
+"""Mark of a number that the paper does not have."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A number of the paper."""
+    """A number in a table of the paper."""
 
     address: str
     """``DATA/NETWORK/METHOD``."""
@@ -41,19 +41,19 @@ class Cell:
     """The number as printed."""
 
     recipe: str | None
-    """Recipe that trains it; None for a GAN."""
+    """Its recipe; None for a GAN."""
 
     baseline: str | None
-    """Recipe that it is compared with; None for a baseline."""
+    """Recipe of its baseline; None if it is a baseline itself."""
 
     @property
     def printed(self) -> str:
-        """The paper's number, top-5 error included."""
+        """The paper's number, with the top-5 error if there is one."""
         return str(self.paper) + (f" / {self.paper.top5}" if self.paper.top5 is not None else "")
 
     @property
     def missing(self) -> str:
-        """What stands in place of our number where there is none."""
+        """Mark in place of our number if there is none."""
         return EMPTY if self.recipe else "GAN"
 
 
@@ -68,34 +68,34 @@ class Table:
     title: str
     columns: tuple[str, ...]
     blocks: tuple[tuple[Row, ...], ...]
-    """Rows, in the groups that the paper puts rules between."""
+    """Rows, grouped as the paper's horizontal rules do."""
 
     spans: tuple[tuple[str, int], ...] = ()
-    """The line above the columns: text and number of columns."""
+    """Header above the columns: text and number of columns."""
 
     note: str = ""
-    """What a reader has to know about our side of it."""
+    """Note for the reader."""
 
     @property
     def rows(self) -> list[Row]:
         return [row for block in self.blocks for row in block]
 
     def has_cells(self, column: int) -> bool:
-        """Whether a column is one of numbers that are trained, not of text."""
+        """Whether a column has numbers with recipes, not only text."""
         return any(isinstance(row[column], Cell) for row in self.rows)
 
     @property
     def legend(self) -> str:
-        """What the marks in the table say."""
+        """Explanation of the marks in the table."""
         entries = [entry for row in self.rows for entry in row]
-        marks = [f"{EMPTY} not yet run."]
-        marks += [f"{DASH} not in the paper."] * (DASH in entries)
-        marks += ["GAN: no recipe trains it."] * any(cell.recipe is None for cell in self.cells)
+        marks = [f"{EMPTY}: not run yet."]
+        marks += [f"{DASH}: not in the paper."] * (DASH in entries)
+        marks += ["GAN: no recipe."] * any(cell.recipe is None for cell in self.cells)
         return " ".join([*marks, self.note]).rstrip()
 
     @property
     def published(self) -> dict[str, Result]:
-        """The paper's numbers by recipe, this table's before those of the others."""
+        """The paper's numbers by recipe; those of this table take precedence."""
         return PUBLISHED | {cell.recipe: cell.paper for cell in self.cells if cell.recipe}
 
     @property
@@ -104,7 +104,7 @@ class Table:
 
 
 def cell_recipes(table: int, cell: str) -> list[str]:
-    """Recipes that a cell needs, baselines first.
+    """Recipes of a cell and its baseline, baselines first.
 
     >>> cell_recipes(2, "cifar100/resnet32")
     ['cifar100-resnet32-ce', 'cifar100-resnet32-isda']
@@ -119,20 +119,20 @@ def cell_recipes(table: int, cell: str) -> list[str]:
         name for found in find_cells(table, cell) for name in (found.baseline, found.recipe) if name
     ]
     if not recipes:
-        raise InputError(f"cell {cell} is a GAN's: no recipe trains it")
+        raise InputError(f"cell {cell} is a GAN, which has no recipe")
     names = list(RECIPES)
     return sorted(set(recipes), key=names.index)
 
 
 def get_table(number: int) -> Table:
-    """A table of the paper by number."""
+    """Table of the paper by number."""
     if number not in TABLES:
         raise InputError(f"table must be one of {', '.join(map(str, TABLES))}, got {number}")
     return TABLES[number]
 
 
 def find_cells(table: int, address: str) -> list[Cell]:
-    """Cells at ``DATA/NETWORK/METHOD``, or all at ``DATA/NETWORK``, those of GANs included."""
+    """Cells at ``DATA/NETWORK/METHOD``, or all at ``DATA/NETWORK``, including GANs."""
     cells = get_table(table).cells
     address = address.strip("/")
     found = [cell for cell in cells if address in (cell.address, cell.address.rpartition("/")[0])]
@@ -165,7 +165,7 @@ NAMES: dict[str, str] = {
     "shake_shake26_2x32d": "Shake-Shake (26, 2x32d)",
     "shake_shake26_2x112d": "Shake-Shake (26, 2x112d)",
 }
-"""Data sets and networks as the paper calls them."""
+"""Names of data sets and networks in the paper."""
 
 _DATA = {data: NAMES[data] for data in ("cifar10", "cifar100")}
 
@@ -205,7 +205,7 @@ def _table_1() -> Table:
         tuple(tuple(row(network) for network in COST if network.startswith(family))
               for family in families),
         (("", 2), ("Top-1 / Top-5 Error Rates (%)", 2), ("", 2)),
-        "The last two columns are the paper's; isda report --costs shows ours beside them.",
+        "The last two columns are the paper's; isda report --costs adds ours.",
     )  # fmt: skip
 
 
@@ -255,7 +255,7 @@ def _table_4() -> Table:
         "lq": "Lq Loss",
     }
     gans = {"wgan": "WGAN", "cgan": "CGAN", "acgan": "ACGAN", "infogan": "infoGAN"}
-    basic = {  # title, recipe on ResNet-110, on the Wide-ResNet, which always has dropout
+    basic = {  # title, recipe on ResNet-110, recipe on Wide-ResNet, which always has dropout
         "basic": ("Basic", "ce", ""),
         "basic_dropout": ("Basic + Dropout", "dropout", "ce"),
         "isda": ("ISDA", "isda", ""),
@@ -323,4 +323,4 @@ def _table_5() -> Table:
 TABLES: dict[int, Table] = {
     table.number: table for table in (_table_1(), _table_2(), _table_3(), _table_4(), _table_5())
 }
-"""The tables by number."""
+"""Tables by number."""
