@@ -21,9 +21,9 @@ from isda.experiments.cost import multiply_adds
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import get_recipe
 from isda.experiments.settings import Recipe
+from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.loop import join_processes
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.step_cost import SHAPES, random_images
 
@@ -108,12 +108,12 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     lanes = [Lane(recipe, seed, data, device) for seed in range(number)]
-    company = SideBySide(lanes, capture=on_gpu and not arguments.no_capture)
+    runner = SideBySide(lanes, capture=on_gpu and not arguments.no_capture)
     began = time.perf_counter()
-    company.train_epoch()
-    company.evaluate()
+    runner.train_epoch()
+    runner.evaluate()
     start_up = time.perf_counter() - began
-    seconds = min(timed(company, device) for _ in range(arguments.epochs))
+    seconds = min(timed(runner, device) for _ in range(arguments.epochs))
     per_second = number * images / seconds
     return {
         "data": recipe.data,
@@ -122,7 +122,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
         "side_by_side": number,
         "batch_size": recipe.batch_size,
         "precision": recipe.precision,
-        "captured": company.capture,
+        "captured": runner.capture,
         "timed_images": images,
         "seconds_per_epoch": round(EPOCH_IMAGES[recipe.data] / per_second, 4),
         "images_per_second": round(per_second),
@@ -133,12 +133,12 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     }
 
 
-def timed(company: SideBySide, device: torch.device) -> float:
+def timed(runner: SideBySide, device: torch.device) -> float:
     """Seconds of an epoch of training, without the evaluation."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
-    company.train_epoch()
+    runner.train_epoch()
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began

@@ -731,7 +731,7 @@ def test_arguments_that_do_not_fit_the_options(device):
         call(DisturbLabelLoss(3).to(device), x)
     with pytest.raises(ValueError, match=r"weight must be of shape \(3, 5\), got \(13, 5\)"):
         call(CenterLoss(A, 3).to(device), x)
-    with pytest.raises(ValueError, match="progress must be given to each call"):
+    with pytest.raises(ValueError, match="progress must be given in training"):
         call(LargeMarginLoss(), x, progress=None)
 
 

@@ -46,7 +46,7 @@ def test_both_methods_are_timed(tmp_path: Path) -> None:
         (["--set", "batch_size=few"], "batch_size=few is not a value for the field batch_size"),
         (["--epochs", "0"], "--epochs must be >= 1"),
         (["--side-by-side", "2", "0"], "--side-by-side must be >= 1"),
-        (["--device", "cuda:99"], "no GPU 99 here"),
+        (["--device", "cuda:99"], "GPU 99 not found"),
         (["--table", "nowhere.csv"], "cannot read nowhere.csv"),
         (["--table", str(ROOT / "results" / "benchmarks" / "loss_cpu.csv")], "is not a table of"),
     ],

@@ -106,7 +106,10 @@ def test_a_gpu_that_is_not_there(refused: Callable[..., str]) -> None:
     count = torch.cuda.device_count()
     name = f"cuda:{count}" if count else "cuda"
     message = refused("train", "--device", name)
-    assert message == f"no GPU {count} here: {count} found; --device cpu trains without one"
+    assert (
+        message
+        == f"GPU {count} not found, there are {count}: use --device cpu to run without a GPU"
+    )
 
 
 @pytest.mark.parametrize(
@@ -333,13 +336,13 @@ def test_images_that_do_not_fit(refused: Callable[..., str], tmp_path: Path) -> 
     message = refused(
         "train", *flags, "--network", "timm:vit_tiny_patch16_224", "--image-size", "32"
     )
-    assert message.startswith("timm:vit_tiny_patch16_224 does not take images of 32 x 32 pixels: ")
+    assert message.startswith("timm:vit_tiny_patch16_224 does not accept 32 x 32 images: ")
     message = refused(  # 24 images: 23 and 1
         "train", *flags, "--network", "timm:test_resnet", "--image-size", "32", "--batch-size", "23"
     )
     assert message.startswith(
-        "timm:test_resnet does not train on the last image of 24 by itself: choose another "
-        "batch_size than 23: "
+        "timm:test_resnet cannot train on the last batch, a single image of 24: choose a "
+        "batch_size other than 23: "
     )
     message = refused("train", *flags, "--network", "timm:efficientvit_m0")
     assert message.startswith("timm:efficientvit_m0 must give what its linear head makes of its")

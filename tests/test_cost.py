@@ -130,10 +130,10 @@ def test_sizes_given() -> None:
         ({"network": "timm:nonsense"}, "unknown timm model 'nonsense'"),
         ({"network": "resnet32", "num_classes": 1}, "num_classes must be >= 2, got 1"),
         ({"network": "resnet32", "image_size": 0}, "image_size must be >= 1, got 0"),
-        ({"network": "densenet121", "image_size": 8}, "densenet121 does not take images of size 8"),
+        ({"network": "densenet121", "image_size": 8}, "densenet121 does not accept 8 x 8 images"),
         (
             {"network": "timm:botnet26t_256", "image_size": 224},
-            "timm:botnet26t_256 does not take images of size 224: the model is made for size 256",
+            "timm:botnet26t_256 does not accept 224 x 224 images: the model is made for size 256",
         ),
     ],
 )

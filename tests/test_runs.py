@@ -3,7 +3,6 @@
 import builtins
 import dataclasses
 import errno
-import itertools
 import json
 import os
 import resource
@@ -20,7 +19,6 @@ from isda.experiments.report.intervals import difference, estimate
 from isda.experiments.settings import Recipe
 from isda.experiments.training import environment as environment_module
 from isda.experiments.training import run_folder
-from isda.experiments.training.metrics import expected_calibration_error
 from isda.experiments.training.run_folder import RunFolder
 
 RECIPE = Recipe(
@@ -476,35 +474,3 @@ def test_single_seeds_have_no_interval():
     assert difference({0: 3.0}, {0: 2.0, 1: 1.0}).interval is None
     assert not difference({0: 3.0}, {0: 2.0}).significant
     assert difference({0: 3.0, 1: 3.0}, {4: 2.0, 5: 2.0}).interval == (-1.0, -1.0)
-
-
-@pytest.mark.parametrize("bins", [1, 4, 15])
-def test_calibration_error_against_a_loop(device, bins):
-    generator = torch.Generator().manual_seed(bins)
-    probabilities = (2 * torch.randn(77, 13, generator=generator)).softmax(-1)
-    target = torch.randint(13, (77,), generator=generator)
-    probabilities[0] = 0.0
-    probabilities[0, 2] = 1.0  # upper end of the last bin
-    edges = np.linspace(0, 1, bins + 1)
-    expected = 0.0
-    for low, high in itertools.pairwise(edges):
-        gaps = []
-        for row, label in zip(probabilities.tolist(), target.tolist(), strict=True):
-            if low < max(row) <= high:
-                gaps.append((row.index(max(row)) == label) - max(row))
-        expected += abs(sum(gaps)) / len(target)
-    result = expected_calibration_error(probabilities.to(device), target.to(device), bins)
-    assert result.item() == pytest.approx(expected, abs=1e-6)  # float32 sums
-
-
-def test_calibration_bins_own_their_upper_end(device):
-    """Confidence 0.5, right, is in (0, ½]; 0.6, wrong, is in (½, 1]: (0.5 + 0.6) / 2."""
-    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]], device=device)
-    target = torch.tensor([0, 1], device=device)
-    result = expected_calibration_error(probabilities, target, bins=2)
-    assert result.item() == pytest.approx(0.55)
-
-
-def test_calibration_error_shows_a_nan(device):
-    probabilities = torch.tensor([[0.5, 0.5], [float("nan"), 0.5]], device=device)
-    assert expected_calibration_error(probabilities, torch.zeros(2, device=device)).isnan()

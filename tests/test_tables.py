@@ -215,7 +215,7 @@ def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
         (["2", "--epochs", "3"], "training needs a cell"),
         (["2", "--dry-run"], "training needs a cell"),
         (["2", "--results", "nowhere"], "does not exist"),
-        (["4", "--cell", "cifar10/resnet110/wgan"], "is a GAN's"),
+        (["4", "--cell", "cifar10/resnet110/wgan"], "is a GAN, which has no recipe"),
     ],
 )
 def test_mistakes(planned, arguments, message):

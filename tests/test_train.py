@@ -336,7 +336,7 @@ def test_resume_without_a_checkpoint(
     monkeypatch.undo()
     cut = runs[1].folder / "metrics.jsonl"
     cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:2]))
-    with pytest.warns(UserWarning, match="one/1 has no checkpoint: it begins anew"):
+    with pytest.warns(UserWarning, match="one/1 has no checkpoint: the run starts again"):
         runs = train(PLANS, replace(options, resume=True))
     assert_same_runs(runs[1:], uninterrupted[1:])
 
@@ -413,7 +413,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(options: Options) -> None:
     message = str(caught.value)
     assert message.startswith(f"{options.out / 'wild' / '0'}, epoch 2: ")
     assert "lambda_0 1e+38" in message
-    assert message.endswith("the last checkpoint is as it was")
+    assert message.endswith("the last checkpoint is intact")
     assert "\n" not in message
     run = RunFolder(options.out / "wild" / "0")
     assert [line["epoch"] for line in run.metrics()] == [0]
@@ -437,7 +437,9 @@ def test_a_learning_rate_that_is_too_large_is_named(method: str, options: Option
 def test_a_network_that_the_last_step_of_an_epoch_spoils(options: Options) -> None:
     """The training loss does not know yet: every image was seen before the step."""
     recipe = replace(RECIPE, batch_size=2000, learning_rate=1e30, epochs=1, ema=0.0).baseline()
-    with pytest.raises(RunError, match=r"epoch 1: the test loss is (nan|inf).*nothing was saved"):
+    with pytest.raises(
+        RunError, match=r"epoch 1: the test loss is (nan|inf).*there is no checkpoint"
+    ):
         train([Plan("spoilt", recipe, 0)], options)
     run = RunFolder(options.out / "spoilt" / "0")
     assert run.metrics() == []
@@ -486,7 +488,7 @@ def test_a_run_that_is_there_is_not_overwritten(options: Options, uninterrupted:
         ({}, {"side_by_side": -1}, "side_by_side must be >= 0, got -1"),
         ({}, {"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({}, {"device": "meta"}, "device must be auto, cpu, cuda or cuda:N, got 'meta'"),
-        ({}, {"device": "cuda:99"}, "no GPU 99 here: "),
+        ({}, {"device": "cuda:99"}, "GPU 99 not found"),
     ],
 )
 def test_a_mistake_leaves_nothing_behind(

@@ -21,8 +21,8 @@ from isda.experiments.cost_records import (
 from isda.experiments.errors import InputError, refusing
 from isda.experiments.networks import create_network
 from isda.experiments.report.costs import cost_table, costs_markdown
+from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
-from isda.experiments.training.loop import join_processes
 from isda.experiments.training.step_cost import (
     image_shape,
     isda_recipe,
@@ -36,12 +36,12 @@ __all__ = ["multiply_adds", "show_costs", "theoretical_cost"]
 def theoretical_cost(
     network: str, *, num_classes: int | None = None, image_size: int | None = None
 ) -> TheoreticalCost:
-    """Parameters, multiply-adds and the theoretical cost of ISDA, without any computation.
+    """Parameters, multiply-adds and theoretical cost of ISDA, without running the network.
 
     Args:
         network: name of a network, or ``timm:NAME``.
-        num_classes: C; by default that of the data the paper trains the network on.
-        image_size: side of the images; by default likewise, for timm's models their own.
+        num_classes: number of classes; by default that of the network's data set in the paper.
+        image_size: side of the images; by default that of the data set, or of the timm model.
 
     Example:
         >>> cost = theoretical_cost("resnet50")
@@ -51,7 +51,7 @@ def theoretical_cost(
     num_classes, shape = image_shape(isda_recipe(network), num_classes, image_size)
     with torch.device("meta"):
         model = create_network(network, num_classes=num_classes, in_channels=shape[0])
-    with refusing(f"{network} does not take images of size {shape[-1]}"):
+    with refusing(f"{network} does not accept {shape[-1]} x {shape[-1]} images"):
         number = multiply_adds(model, shape)
     return TheoreticalCost(
         network,
@@ -65,14 +65,14 @@ def theoretical_cost(
 
 
 def multiply_adds(network: nn.Module, shape: tuple[int, int, int]) -> int:
-    """Multiply-adds of the forward pass of one image; a training step takes three times as many.
+    """Multiply-adds of the forward pass of one image; a training step needs three times as many.
 
-    Only shapes matter: a network on the device meta will do. The backward pass is not counted,
-    since torch counts that of grouped convolutions as if they were not grouped.
+    Only shapes matter, so the network can be on the meta device. The backward pass is not counted,
+    because torch counts grouped convolutions there as if they had one group.
     """
     device = next(network.parameters()).device
-    images = torch.empty(2, *shape, device=device)  # batch normalisation needs two
-    with FlopCounterMode(display=False) as counter:  # which fails on some models under no_grad
+    images = torch.empty(2, *shape, device=device)  # batch norm needs two
+    with FlopCounterMode(display=False) as counter:  # fails for some models under no_grad
         network(images)
     return counter.get_total_flops() // 2 // len(images)
 

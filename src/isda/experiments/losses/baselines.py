@@ -1,9 +1,8 @@
-"""The losses that ISDA is compared with (Table 4), with the same call as :class:`isda.ISDALoss`.
+"""The losses that ISDA is compared with (Table 4), called like :class:`isda.ISDALoss`.
 
-Each is a pure function of the samples and a thin module that takes its mean. Samples with the
-target -100 do not count, as in torch's cross entropy. The modules also serve a model of one's own:
-``isda.attach(model, FocalLoss())``. Dropout, the remaining row of the table, is a ``drop_rate`` of
-the network.
+Each is a pure function per sample and a module that takes the mean. Samples with the target -100
+are ignored. The modules can be attached to your own model: ``isda.attach(model, FocalLoss())``.
+Dropout, the remaining row of the table, is the ``drop_rate`` of the network.
 """
 
 import math
@@ -41,24 +40,24 @@ __all__ = [
     "lq_loss",
 ]
 
-_NOISE = 0xD1  # purpose of the key
+_NOISE = 0xD1  # part of the key
 
 
 def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float) -> Tensor:
-    r"""Focal loss −α (1 − p_y)^γ log p_y of every sample (Lin et al., 2017), for a softmax.
+    r"""Focal loss −α (1 − p_y)^γ log p_y of every sample (Lin et al., 2017), with a softmax.
 
     Args:
-        logits: of the final linear layer.
+        logits: output of the final linear layer.
         target: class indices in ``[0, C)``.
         alpha: α, the same for all classes.
-        gamma: γ, how much less a sample counts that is right already.
+        gamma: γ, how strongly well-classified samples are down-weighted.
 
     Shape:
         logits (N, C), target (N,); output (N,).
     """
     losses = functional.cross_entropy(logits, target, reduction="none")  # −log p_y
     wrong = -torch.expm1(-losses)  # 1 − p_y
-    smallest = torch.finfo(wrong.dtype).tiny  # a power γ < 1 has no slope at 0
+    smallest = torch.finfo(wrong.dtype).tiny  # the gradient of a power γ < 1 is infinite at 0
     return alpha * wrong.clamp(min=smallest) ** gamma * losses
 
 
@@ -66,9 +65,9 @@ def lq_loss(logits: Tensor, target: Tensor, *, q: float) -> Tensor:
     r"""Generalized cross entropy (1 − p_y^q) / q of every sample (Zhang and Sabuncu, 2018).
 
     Args:
-        logits: of the final linear layer.
+        logits: output of the final linear layer.
         target: class indices in ``[0, C)``.
-        q: in (0, 1]; towards 0 it is cross entropy, at 1 half the mean absolute error.
+        q: in (0, 1]; the limit 0 is cross entropy, and 1 is half the mean absolute error.
 
     Shape:
         logits (N, C), target (N,); output (N,).
@@ -79,25 +78,24 @@ def lq_loss(logits: Tensor, target: Tensor, *, q: float) -> Tensor:
 def disturb_label(
     target: Tensor, key: Tensor, *, num_classes: int, noise_rate: float, start: int | Tensor = 0
 ) -> Tensor:
-    r"""Class indices, each with probability ``noise_rate`` drawn anew (Xie et al., 2016).
+    r"""Redraw every class index with probability ``noise_rate`` (Xie et al., 2016).
 
-    As in the original the new one is uniform over all C classes, the right one included, so that a
-    label turns wrong with probability noise_rate · (C − 1) / C.
+    As in the original, the new label is uniform over all C classes, including the correct one, so a
+    label becomes wrong with probability noise_rate · (C − 1) / C.
 
     Args:
         target: class indices in ``[0, C)``.
-        key: of the draws, see :mod:`isda.experiments.data.counter_rng`.
-        num_classes: C.
-        noise_rate: probability of a draw.
-        start: place of the first sample in the batch of all ranks; a place decides its draws.
+        key: key of the random numbers, see :mod:`isda.experiments.data.counter_rng`.
+        num_classes: number of classes C.
+        noise_rate: probability that a label is redrawn.
+        start: index of the first sample in the batch of all ranks; the random numbers of a sample
+            depend on its index.
 
     Shape:
         target (N,); output (N,).
     """
     keys = counter_rng.fold(key, start + torch.arange(len(target), device=target.device))  # (N,)
-    drawn = counter_rng.integers(
-        (), counter_rng.fold(keys, 0), high=num_classes
-    )  # one for every key
+    drawn = counter_rng.integers((), counter_rng.fold(keys, 0), high=num_classes)  # one per key
     disturbed = (counter_rng.uniform((), counter_rng.fold(keys, 1)) < noise_rate) & (
         target != IGNORED
     )
@@ -108,8 +106,8 @@ def center_loss(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
     r"""Half the squared distance ½ |a − c_y|² of every sample to its center (Wen et al., 2016).
 
     Args:
-        features: deep features.
-        centers: of the classes.
+        features: input of the final linear layer.
+        centers: centers of the classes.
         target: class indices in ``[0, C)``.
 
     Shape:
@@ -132,14 +130,14 @@ def center_update(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
 
 
 class CrossEntropyLoss(Criterion):
-    """Cross entropy; in training its mean is over the samples of all ranks, as in ISDALoss."""
+    """Cross entropy; in training the mean is taken over the samples of all ranks."""
 
     def loss(self, batch: Batch) -> Tensor:
         return batch.cross_entropy()
 
 
 class FocalLoss(Criterion):
-    """Mean of :func:`focal_loss`; α = 0.5 and γ = 1 are the paper's choice (Appendix B)."""
+    """Mean :func:`focal_loss`; α = 0.5 and γ = 1 are the paper's choice (Appendix B)."""
 
     def __init__(self, *, alpha: float = 0.5, gamma: float = 1.0) -> None:
         super().__init__()
@@ -156,7 +154,7 @@ class FocalLoss(Criterion):
 
 
 class LqLoss(Criterion):
-    """Mean of :func:`lq_loss`; q = 0.4 is the paper's choice (Appendix B)."""
+    """Mean :func:`lq_loss`; q = 0.4 is the paper's choice (Appendix B)."""
 
     def __init__(self, *, q: float = 0.4) -> None:
         super().__init__()
@@ -171,17 +169,17 @@ class LqLoss(Criterion):
 
 
 class DisturbLabelLoss(Criterion):
-    """Cross entropy with the labels of :func:`disturb_label`, disturbed anew in every step.
+    """Cross entropy with labels from :func:`disturb_label`, redrawn in every step.
 
-    The draws depend on the seed, the step and the place of a sample in the batch of all ranks: they
-    are the same for one process and for several that hold its batch in the order of ranks, and a
-    checkpoint needs no more than the ``step``.
+    The random numbers depend on the seed, the step and the index of a sample in the batch of all
+    ranks. Several ranks that split a batch therefore draw the same labels as one process, and a
+    checkpoint needs only the ``step``.
 
     Args:
-        num_classes: number C of classes.
-        noise_rate: share of the labels drawn anew; 0.05 in the paper, for ResNet-110 on CIFAR-100
-            0.1 (Appendix B).
-        seed: of the draws.
+        num_classes: number of classes C.
+        noise_rate: fraction of labels that are redrawn; in the paper 0.05, and 0.1 for ResNet-110
+            on CIFAR-100 (Appendix B).
+        seed: seed of the random numbers.
     """
 
     step: Tensor
@@ -221,8 +219,8 @@ class CenterLoss(Criterion):
     the update uses the samples of all ranks, and all ranks keep the same centers.
 
     Args:
-        num_features: number A of features, the head's ``in_features``.
-        num_classes: number C of classes, the head's ``out_features``.
+        num_features: number of features A, the head's ``in_features``.
+        num_classes: number of classes C, the head's ``out_features``.
         center_weight: weight of the center term. The paper does not give it; 0.003 is the value of
             Wen et al., who sum both terms over the batch, which gives the same ratio as two means.
         learning_rate: step size α of the centers; 0.5 is the paper's choice (Appendix B).
@@ -272,13 +270,13 @@ class CenterLoss(Criterion):
 def create_criterion(
     recipe: Recipe, *, num_features: int, num_classes: int, seed: int = 0
 ) -> nn.Module:
-    """The criterion of a recipe, called with features, weight and target.
+    """Criterion of a recipe, called with features, weight and target.
 
     Args:
-        recipe: what is trained and how.
-        num_features: of the network.
-        num_classes: of the data.
-        seed: of the run, for criteria that draw.
+        recipe: recipe of the run.
+        num_features: number of features of the network.
+        num_classes: number of classes of the data.
+        seed: seed of the run, for criteria with random numbers.
     """
     builders: dict[str, Callable[[], nn.Module]] = {
         "ce": CrossEntropyLoss,
@@ -301,7 +299,7 @@ def create_criterion(
 
 
 def _apart(features: Tensor, centers: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Class and a − c_y of every sample; class 0 and 0 for ignored ones."""
+    """Class and a − c_y of every sample; class 0 and zeros for ignored samples."""
     counted = target != IGNORED
     index = torch.where(counted, target, 0)
     return index, torch.where(counted[:, None], features - centers[index], 0.0)
@@ -319,7 +317,7 @@ def _divide(sums: Tensor) -> Tensor:
 
 
 def _create_estimator(recipe: Recipe, num_features: int, num_classes: int) -> Covariance:
-    """Products are as precise as those of the network; statistics are float32 in any case."""
+    """Estimator with the precision of the network in products; its statistics are float32."""
     if recipe.covariance == "full" and recipe.precision == "bf16":
         return FullCovariance(num_features, num_classes, decay=recipe.decay, precision="medium")
     return COVARIANCES[recipe.covariance](num_features, num_classes, decay=recipe.decay)

@@ -1,4 +1,4 @@
-"""What the criteria of Table 4 have in common: their call, their mode and their mean over ranks."""
+"""Base class of the losses of Table 4: arguments, training mode, and the mean over all ranks."""
 
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ from isda import distributed, functional
 __all__ = ["IGNORED", "Batch", "Criterion", "is_number", "require", "require_count"]
 
 IGNORED = -100
-"""Target of a sample that does not count, as in torch's cross entropy."""
+"""Target of an ignored sample, as in ``torch.nn.CrossEntropyLoss``."""
 
 
 class Batch(NamedTuple):
-    """What a criterion gets in training."""
+    """Arguments of a criterion in training."""
 
     features: Tensor  # (N, A)
     weight: Tensor  # (C, A)
@@ -32,15 +32,16 @@ class Batch(NamedTuple):
         return self.raw_logits.to(torch.promote_types(self.raw_logits.dtype, torch.float32))
 
     def mean(self, losses: Tensor) -> Tensor:
-        """Mean over the samples of all ranks that count, whose gradients will be averaged.
+        """Mean over all samples of all ranks that are not ignored.
 
-        The losses of ignored samples must be 0. The mean over no sample at all is 0.
+        It is scaled for DDP, which averages the gradients of the ranks. The losses of ignored
+        samples must be 0. Without samples the mean is 0.
         """
         number = distributed.sum_over_ranks((self.target != IGNORED).sum())
         return losses.sum() * self.world / number.clamp(min=1)
 
     def start(self) -> int | Tensor:
-        """Samples of the ranks before this one, ignored ones included."""
+        """Number of samples on lower ranks, including ignored ones."""
         if self.world == 1:
             return 0
         rank = dist.get_rank()
@@ -49,7 +50,7 @@ class Batch(NamedTuple):
         return distributed.sum_over_ranks(sizes)[:rank].sum()
 
     def cross_entropy(self) -> Tensor:
-        """Mean cross entropy over the samples of all ranks that count."""
+        """Mean cross entropy over all samples of all ranks that are not ignored."""
         if self.world == 1:
             return functional.cross_entropy(self.raw_logits, self.target)
         losses = functional.cross_entropy(self.raw_logits, self.target, reduction="none")
@@ -57,11 +58,11 @@ class Batch(NamedTuple):
 
 
 class Criterion(nn.Module):
-    """Cross entropy in eval mode; in training what a subclass makes of the batch.
+    """Cross entropy in eval mode; subclasses implement the loss in training mode.
 
-    Samples with the target -100 count neither in the loss nor in its mean. With an initialised
-    process group, means are over the samples of all ranks, as in :class:`isda.ISDALoss`; keep the
-    criterion outside the DDP module.
+    Samples with the target -100 are ignored. With an initialised process group, means are taken
+    over the samples of all ranks, as in :class:`isda.ISDALoss`; keep the criterion outside the DDP
+    module.
     """
 
     def forward(
@@ -78,10 +79,10 @@ class Criterion(nn.Module):
 
         Args:
             features: input of the final linear layer.
-            weight: of the final linear layer.
-            target: class indices in ``[0, C)``, or -100 for samples that do not count.
-            bias: of the final linear layer.
-            logits: of the final linear layer, if they have been computed before.
+            weight: weight of the final linear layer.
+            target: class indices in ``[0, C)``, or -100 for ignored samples.
+            bias: bias of the final linear layer.
+            logits: output of the final linear layer, if it is already known.
             progress: t/T in [0, 1], a number or a device tensor; for :class:`LargeMarginLoss`.
 
         Shape:
@@ -97,24 +98,24 @@ class Criterion(nn.Module):
             return self.loss(Batch(features, weight, target, logits, progress, world))
 
     def loss(self, batch: Batch) -> Tensor:
-        """Loss in training."""
+        """Loss in training mode."""
         raise NotImplementedError
 
 
 def require(holds: bool, name: str, value: Any, expectation: str) -> None:
-    """Raise the error of a bad argument unless it holds."""
+    """Raise a ValueError for an argument unless the condition holds."""
     if not holds:
         raise ValueError(f"{name} must be {expectation}, got {value}")
 
 
 def require_count(name: str, value: Any) -> None:
-    """Raise the error of a bad argument unless it is a whole number >= 1."""
+    """Raise a ValueError unless an argument is an integer >= 1."""
     whole = isinstance(value, Integral) and is_number(value)
     require(whole and value >= 1, name, value, "an integer >= 1")
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number; a truth value is none."""
+    """Whether a value is a real number; a bool is not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -125,7 +126,7 @@ def _check_arguments(
     logits: Tensor | None,
     progress: float | Tensor | None,
 ) -> None:
-    """Everything that shapes and types tell, before any state changes."""
+    """Check shapes and types before any state changes."""
     found = tuple(features.shape), tuple(weight.shape)
     same = features.dim() == weight.dim() == 2 and features.shape[1] == weight.shape[1]
     require(same, "features and weight", found, "of shapes (N, A) and (C, A)")

@@ -23,9 +23,9 @@ def annealed_beta(
 ) -> float | Tensor:
     r"""Weight β = max(beta_min, beta_start · (1 + 0.3 t/T)⁻⁴⁵) of the ordinary logit.
 
-    The schedule of the original's published CIFAR-10 training with augmentation, β = 1000 · (1 +
-    10⁻⁵ t)⁻⁴⁵ over T = 30,000 steps, for any T: almost cross entropy at first, β = 1.9 half way and
-    0.007 in the end.
+    This is the schedule of the original's CIFAR-10 training with augmentation, β = 1000 · (1 + 10⁻⁵
+    t)⁻⁴⁵ over T = 30,000 steps, rescaled to any T. It starts close to cross entropy; β is 1.9 half
+    way and 0.007 at the end.
 
     Args:
         progress: t/T in [0, 1].
@@ -39,16 +39,16 @@ def annealed_beta(
 def large_margin_cosine(cosine: Tensor, *, margin: int) -> Tensor:
     r"""ψ(θ) = (−1)ᵏ cos(mθ) − 2k for θ in [kπ/m, (k+1)π/m], from cos θ.
 
-    Equivalent, for θ = arccos(cosine), to the formula itself. Here cos(mθ) is the Chebyshev
-    polynomial of degree m and k the number of j in 1 … m−1 with cos θ ≤ cos(jπ/m), so that the
-    gradient is finite at cos θ = ±1, where that of arccos is not.
+    Equivalent to the formula with θ = arccos(cosine). Here cos(mθ) is the Chebyshev polynomial of
+    degree m, and k is the number of j in 1 … m−1 with cos θ ≤ cos(jπ/m), so the gradient is finite
+    at cos θ = ±1, where that of arccos is not.
 
     Args:
-        cosine: of the angle θ.
-        margin: m.
+        cosine: cos θ.
+        margin: margin m.
 
     Shape:
-        output like cosine.
+        output has the shape of cosine.
 
     Example:
         >>> large_margin_cosine(torch.tensor([1.0, 0.0, -1.0]), margin=2)
@@ -74,15 +74,15 @@ def large_margin_logits(
 ) -> Tensor:
     r"""Logits with |w_y| |a| (β cos θ + ψ(θ)) / (1 + β) in place of w_y · a for the target y.
 
-    θ is the angle between the features a and the row w_y. The original has no bias; where there is
-    one, it stays as it is, in the target's logit as in the others.
+    θ is the angle between the features a and the row w_y. The original has no bias; here a bias is
+    added to the target's logit as to the others.
 
     Args:
-        features: deep features.
-        weight: rows of the final linear layer.
+        features: input of the final linear layer.
+        weight: weight of the final linear layer.
         target: class indices in ``[0, C)``.
-        logits: of the final linear layer.
-        margin: m; 1 changes nothing.
+        logits: output of the final linear layer.
+        margin: margin m; 1 changes nothing.
         beta: weight β of the ordinary logit.
 
     Shape:
@@ -91,22 +91,22 @@ def large_margin_logits(
     own = weight[torch.where(target == IGNORED, 0, target)]  # (N, A)
     inner = (features * own).sum(1)
     length = features.norm(dim=1) * own.norm(dim=1)
-    cosine = inner / length.clamp(min=1e-12)  # features may be all zero
+    cosine = inner / length.clamp(min=1e-12)  # features may be zero
     change = (length * large_margin_cosine(cosine, margin=margin) - inner) / (1 + beta)
     classes = torch.arange(logits.shape[1], device=logits.device)
     return logits + torch.where(classes == target[:, None], change[:, None], 0.0)
 
 
 class LargeMarginLoss(Criterion):
-    """Cross entropy of :func:`large_margin_logits`, annealed (Liu et al., 2016).
+    """Cross entropy of :func:`large_margin_logits` with annealed β (Liu et al., 2016).
 
-    β falls with ``progress`` as in :func:`annealed_beta`, so that every call in training needs it;
-    not so if ``beta_start <= beta_min``, when β is ``beta_min`` throughout. The paper gives neither
-    margin nor annealing; both are those of the original's published CIFAR-10 training with
+    β depends on ``progress`` as in :func:`annealed_beta`, so every call in training mode needs
+    ``progress``, unless ``beta_start <= beta_min``, where β is always ``beta_min``. The paper gives
+    neither margin nor annealing; both are taken from the original's CIFAR-10 training with
     augmentation.
 
     Args:
-        margin: m; 1 is cross entropy.
+        margin: margin m; 1 is cross entropy.
         beta_start: β at the start.
         beta_min: smallest β.
     """
@@ -136,7 +136,9 @@ class LargeMarginLoss(Criterion):
         if self.beta_start <= self.beta_min:
             return self.beta_min
         if progress is None:
-            raise ValueError("progress must be given to each call, for β to fall; got None")
+            raise ValueError(
+                "progress must be given in training, because β depends on it; got None"
+            )
         return annealed_beta(progress, beta_start=self.beta_start, beta_min=self.beta_min)
 
     def extra_repr(self) -> str:

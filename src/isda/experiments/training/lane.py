@@ -1,7 +1,7 @@
-"""One run and its training step, which waits for nobody: it can be captured whole.
+"""One run and its training step, which never synchronises and can be captured as a whole.
 
-A :class:`Lane` is all that a run changes while it trains. It draws its random numbers from its own
-key, so that it ends with the same weights alone and in company.
+A :class:`Lane` holds all state of a run. It draws random numbers from its own key, so it ends with
+the same weights whether it trains alone or next to other runs.
 """
 
 import copy
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from isda import distributed
 from isda.experiments.data import counter_rng
@@ -25,29 +24,29 @@ from isda.experiments.data.arrays import (
 )
 from isda.experiments.data.augmentation import Augmentation, create_augmentation
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError, refusing
+from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, bind_draws, create_network
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.settings import Recipe
-from isda.experiments.training.metrics import expected_calibration_error
+from isda.experiments.training.metrics import classification_metrics
 
 __all__ = ["Lane"]
 
-_ORDER, _AUGMENT, _NETWORK = range(1, 4)  # purposes of a run's keys
+_ORDER, _AUGMENT, _NETWORK = range(1, 4)  # key parts, one per use of random numbers
 _TEST_BATCH = 1000
 
 
 class Lane:
-    """Network, optimiser, statistics and place in the data of one run.
+    """Network, optimizer, criterion and position in the data of one run.
 
     Args:
-        recipe: what is trained and how.
-        seed: of the run; it decides weights, order, augmentation and dropout.
-        data: data set, on the device if it is held in arrays.
-        device: where the run trains.
-        rank: this process among those that train the run together.
-        world: number of those processes.
+        recipe: recipe of the run.
+        seed: seed of initial weights, order of images, augmentation and dropout.
+        data: data set; arrays must be on the device.
+        device: device of the run.
+        rank: rank of this process among those that train the run together.
+        world: number of these processes.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class Lane:
     ) -> None:
         if recipe.augment and not isinstance(data, ImageArrays):
             raise InputError(
-                f"augment must be empty for {recipe.data}, whose images are cropped and flipped as "
-                f"they are read, got {' '.join(recipe.augment)}"
+                f"augment must be empty for {recipe.data}, whose image files are cropped and "
+                f"flipped when they are read, got {' '.join(recipe.augment)}"
             )
         self.recipe, self.seed, self.data, self.device = recipe, seed, data, device
         self.rank, self.world = rank, world
@@ -81,13 +80,17 @@ class Lane:
         self.average = copy.deepcopy(self.network).requires_grad_(False) if recipe.ema else None
 
         self.learning_rate = torch.zeros((), device=device)
-        self.progress = torch.zeros((), device=device)  # t/T of the ramp
-        self.position = torch.zeros((), dtype=torch.int64, device=device)  # images of the epoch
-        self.steps = torch.zeros((), dtype=torch.int64, device=device)  # of the whole run
-        self.total_loss = torch.zeros((), device=device)  # over the images of the epoch
+        self.progress = torch.zeros((), device=device)  # t/T of λ
+        self.position = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # images used in this epoch
+        self.steps = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # steps since the start of the run
+        self.total_loss = torch.zeros((), device=device)  # summed over the images of the epoch
         self.network_key = counter_rng.key(seed, _NETWORK, device=device)
-        self.step_key = torch.zeros_like(self.network_key)  # of the network's random layers
-        self.results = torch.zeros(4, device=device)  # see evaluate
+        self.step_key = torch.zeros_like(self.network_key)  # for the random layers of the network
+        self.results = torch.zeros(4, device=device)  # set by evaluate
         self._random = bind_draws(self.network, self.step_key) > 0
 
         self.parameters = list(self.network.parameters())
@@ -99,17 +102,17 @@ class Lane:
             weight_decay=recipe.weight_decay,
             fused=True,
         )
-        if recipe.momentum:  # from zeros, so that the first step is like any other
+        if recipe.momentum:  # zeros, so that the first step needs no special case
             for parameter in self.parameters:
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        self._images = self._order = torch.empty(0)  # of a loader, nothing
+        self._images = self._order = torch.empty(0)  # unused with a loader
         if isinstance(data, ImageArrays):
             self._images = data.train_images
             self._order = torch.arange(len(data.train_target), device=device)
         self._normalize = partial(
             _normalize, mean=data.mean, std=data.std, dtype=self._dtype, layout=self._layout
         )
-        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # of a loader, by batch size
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # batches of a loader, by size
         self._model = self._create_model()
         self._prepare = torch.compile(_prepare, dynamic=False) if self._compiled else _prepare
         if device.type == "cuda":
@@ -117,7 +120,7 @@ class Lane:
 
     @staticmethod
     def create_network(recipe: Recipe, data: ImageArrays | FolderImages, seed: int) -> Network:
-        """The network of a recipe for a data set, with the weights of a seed."""
+        """Network of a recipe for a data set, with the initial weights of a seed."""
         return create_network(
             recipe.network,
             num_classes=data.num_classes,
@@ -132,13 +135,13 @@ class Lane:
         return len(self.data.train_target)
 
     def batch_sizes(self) -> Iterator[int]:
-        """Images of all ranks in each step of an epoch; the last batch may be smaller."""
+        """Batch size of every step of an epoch, over all ranks; the last one may be smaller."""
         for step in range(steps_per_epoch(self.num_images, self.recipe.batch_size)):
             start = step * self.recipe.batch_size
             yield min(self.recipe.batch_size, self.num_images - start)
 
     def begin_epoch(self) -> None:
-        """Set schedules, order and whatever is augmented ahead of the epoch."""
+        """Set learning rate, λ and order, and run the augmentation that is done once per epoch."""
         self.learning_rate.fill_(self.recipe.learning_rate_at(self.epoch))
         self.progress.fill_(self.recipe.progress_at(self.epoch))
         self.position.zero_()
@@ -150,12 +153,12 @@ class Lane:
         if self.augment.epoch is not None:
             images = self.augment.epoch(self.data.train_images, counter_rng.fold(key, _AUGMENT))
             if self._images is self.data.train_images:
-                self._images = images  # a set of its own from now on, at a fixed address
+                self._images = images  # from now on an own copy, at a fixed address
             else:
                 self._images.copy_(images)
 
     def load(self, images: Tensor, target: Tensor) -> None:
-        """Take over a batch of a loader."""
+        """Copy a batch of a loader to the device."""
         number = len(target)
         if number not in self._inputs:
             self._inputs[number] = (
@@ -166,12 +169,12 @@ class Lane:
             buffer.copy_(tensor, non_blocking=True)
 
     def step(self, size: int) -> None:
-        """One step on the next ``size`` images of all ranks; nothing waits for the host."""
+        """One training step on the next ``size`` images of all ranks, without synchronisation."""
         part = rank_slice(size, rank=self.rank, world=self.world)
         if self.world > 1:
             bind_draws(self.network, self.step_key, offset=part.start)
         images, target = self._batch(part)
-        self.forget_gradients()
+        self.zero_grad()
         with self._autocast():
             features, logits = self._model(images)
         head = self.network.get_classifier()
@@ -189,16 +192,13 @@ class Lane:
         self.total_loss.add_(loss.detach(), alpha=size)
         torch._foreach_add_([self.position, self.steps], [size, 1])
 
-    def forget_gradients(self) -> None:
-        """Free the gradients; the next step makes new ones."""
+    def zero_grad(self) -> None:
+        """Free the gradients; the next step allocates new ones."""
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def evaluate(self) -> None:
-        """Error, negative log likelihood, calibration error and top-5 error on the test images.
-
-        They go into ``results``; errors are percentages.
-        """
+        """Write the :func:`classification_metrics` of the test images to ``results``."""
         network = self.network if self.average is None else self.average
         network.eval()
         parts = []
@@ -211,15 +211,10 @@ class Lane:
             size, _ = distributed.agree(len(target), 0, None)
             logits, target = distributed.gather_batch(logits, target, None, size=size)
             logits, target = logits[target >= 0], target[target >= 0]
-        error = (logits.argmax(1) != target).float().mean()
-        calibration = expected_calibration_error(logits.softmax(1), target)
-        above = (logits > logits.gather(1, target[:, None])).sum(1)  # (N,)
-        top5_error = (above >= 5).float().mean()
-        loss = F.cross_entropy(logits, target)
-        self.results.copy_(torch.stack([100 * error, loss, calibration, 100 * top5_error]))
+        self.results.copy_(classification_metrics(logits, target))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor that a step changes."""
+        """All tensors that a step changes."""
         for module in (self.network, self.criterion, self.average):
             if module is not None:
                 yield from module.parameters()
@@ -231,7 +226,7 @@ class Lane:
         yield self.step_key
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds; a run is saved between two epochs."""
+        """Contents of a checkpoint, which is written between two epochs."""
         state = {
             "epoch": self.epoch,
             "steps": self.steps,
@@ -243,15 +238,15 @@ class Lane:
         return state if self.average is None else state | {"average": self.average.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, in place.
+        """Restore a checkpoint in place.
 
         Raises:
-            InputError: the data set has changed since.
+            InputError: the data set has changed since the checkpoint.
         """
         if state["data"] != self._data_size():
             raise InputError(
-                f"{self.recipe.data} has {self._data_size()} images and classes, "
-                f"the checkpoint is of {state['data']}"
+                f"{self.recipe.data} has {self._data_size()} training images, test images and "
+                f"classes, but the checkpoint was made with {state['data']}"
             )
         self.epoch = state["epoch"]
         self.steps.copy_(state["steps"])
@@ -261,32 +256,6 @@ class Lane:
             buffer.copy_(saved)
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-
-    def require_fit(self) -> None:
-        """Raise InputError if the network does not take the images; changes nothing."""
-        shape = torch.Size((3, self.recipe.image_size, self.recipe.image_size))
-        if isinstance(self.data, ImageArrays):
-            shape = self.data.train_images.shape[1:]
-        size = f"{shape[1]} x {shape[2]} pixels"
-        self.network.eval()
-        images = torch.linspace(-1, 1, 2 * shape.numel(), device=self.device).view(2, *shape)
-        with torch.no_grad():
-            with refusing(f"{self.recipe.network} does not take images of {size}"):
-                logits = self.network(images)
-            self.network.check(images, logits)
-        self.network.train()
-        if (self.num_images - 1) % self.recipe.batch_size == 0:
-            with (
-                refusing(
-                    f"{self.recipe.network} does not train on the last image of "
-                    f"{self.num_images} by itself: choose another batch_size than "
-                    f"{self.recipe.batch_size}"
-                ),
-                torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
-                torch.no_grad(),
-            ):
-                network = self.create_network(self.recipe, self.data, self.seed)
-                network.to(self.device).train()(images[:1])
 
     def _data_size(self) -> list[int]:
         return [self.num_images, len(self.data.test_target), self.data.num_classes]
@@ -306,9 +275,7 @@ class Lane:
         if self.world > 1:
             on_gpu = self.device.type == "cuda"
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", FutureWarning
-                )  # torch 2.11 has no other name for it
+                warnings.simplefilter("ignore", FutureWarning)  # no replacement in torch 2.11
                 model = nn.parallel.DistributedDataParallel(
                     model,
                     device_ids=[self.device.index] if on_gpu else None,
@@ -316,7 +283,7 @@ class Lane:
                 )
         if not self._compiled:
             return model
-        # one kernel for many small ones, such as the casts of the weights
+        # combine small kernels, such as the casts of the weights, into one
         return torch.compile(model, dynamic=False, options={"combo_kernels": True})
 
     @property
@@ -381,7 +348,7 @@ class Lane:
 
 
 class _FeaturesAndLogits(nn.Module):
-    """What a criterion wants of a network."""
+    """Network that returns what a criterion needs: features and logits."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -405,9 +372,9 @@ def _prepare(
     augment: Augmentation,
     normalize: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Images, target and the key of the network's random layers for a step.
+    """Gather, augment and normalise ``part`` of the batch at ``position``.
 
-    The images are those of ``part`` of the batch at ``position``: gathered, augmented, normalised.
+    Returns images, target, and the key of the step for the random layers of the network.
     """
     index = order[position + torch.arange(part.start, part.stop, device=order.device)]
     batch = augment.step(images[index], counter_rng.fold(augment_key, steps), start=part.start)

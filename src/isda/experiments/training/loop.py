@@ -1,13 +1,12 @@
-"""The one loop: runs of recipes, side by side where they fit, exact to resume.
+"""The training loop: one or more runs side by side, with exact resume.
 
-Killed at any moment, a run goes on from its last checkpoint and ends with the numbers of the
-uninterrupted run: every random number is a function of the seed and the step, a checkpoint holds
-all that a step changes, and the metrics behind it are cut off.
+A run that was killed resumes from its last checkpoint and ends with the same numbers as an
+uninterrupted one: every random number is a function of seed and step, a checkpoint holds everything
+that a step changes, and later metrics are truncated.
 """
 
 import contextlib
 import math
-import os
 import sys
 import time
 import warnings
@@ -16,25 +15,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError, RunError
+from isda.experiments.errors import InputError, RunError, refusing
 from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.device import choose_kernels, join_processes
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.run_folder import RunFolder, require_free
 from isda.experiments.training.side_by_side import SideBySide
 
-__all__ = ["Plan", "choose_kernels", "join_processes", "load_images", "train"]
+__all__ = ["Plan", "load_images", "train"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One run to do: a recipe under a name, with a seed."""
+    """A run to train: name, recipe and seed."""
 
     name: str
     recipe: Recipe
@@ -42,9 +41,9 @@ class Plan:
 
 
 def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFolder]:
-    """Train every plan and return the runs in the order of the plans.
+    """Train all plans and return their runs in the same order.
 
-    Under ``torchrun`` all processes train each run together; rank 0 writes.
+    Under ``torchrun`` all processes train every run together; only rank 0 writes and returns runs.
     """
     options = options or Options()
     if options.tensorboard:
@@ -73,8 +72,8 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
 def _begin(
     plans: Sequence[Plan], lane: Lane, options: Options, held: contextlib.ExitStack
 ) -> dict[int, RunFolder]:
-    """Runs of the plans, held for this process; a mistake leaves no folders behind."""
-    lane.require_fit()
+    """Create and lock the run folders; an input error leaves no folders behind."""
+    _require_fit(lane)
     if not options.resume:
         require_free(options.out / plan.name / str(plan.seed) for plan in plans)
     runs = {
@@ -93,9 +92,36 @@ def _begin(
     return runs
 
 
+def _require_fit(lane: Lane) -> None:
+    """Raise InputError if the network cannot take the images; changes nothing."""
+    recipe, device = lane.recipe, lane.device
+    shape = torch.Size((3, recipe.image_size, recipe.image_size))
+    if isinstance(lane.data, ImageArrays):
+        shape = lane.data.train_images.shape[1:]
+    images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
+    lane.network.eval()
+    with torch.no_grad():
+        with refusing(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
+            logits = lane.network(images)
+        lane.network.check(images, logits)
+    lane.network.train()
+    if (lane.num_images - 1) % recipe.batch_size:
+        return
+    with (
+        refusing(
+            f"{recipe.network} cannot train on the last batch, a single image of "
+            f"{lane.num_images}: choose a batch_size other than {recipe.batch_size}"
+        ),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.no_grad(),
+    ):
+        network = lane.create_network(recipe, lane.data, lane.seed)
+        network.to(device).train()(images[:1])
+
+
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """Let a mistake that one process finds end all of them, which else would wait for it."""
+    """Stop all processes if one of them raises an InputError, which would leave others waiting."""
     mistake = None
     try:
         yield
@@ -105,11 +131,11 @@ def _together() -> Iterator[None]:
     if mistake is not None:
         raise mistake
     if found:
-        raise InputError("another process of this training has stopped: see its message")
+        raise InputError("another process has stopped: see its message")
 
 
 def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
-    """Data of a recipe, in memory or on disk; what it holds out is the test part."""
+    """Data set of a recipe; held-out images take the place of the test images."""
     data = load_data(
         recipe.data,
         root=options.data_root,
@@ -122,31 +148,31 @@ def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
 
 
 def _train_together(lanes: list[Lane], runs: Sequence[RunFolder | None], options: Options) -> None:
-    """Train lanes to their last epoch; those that lag behind after a kill catch up first."""
+    """Train lanes to their last epoch; after a kill, lanes that are behind catch up first."""
     by_lane = dict(zip(map(id, lanes), runs, strict=True))
     while unfinished := [lane for lane in lanes if lane.epoch < lane.recipe.epochs]:
         first = min(lane.epoch for lane in unfinished)
         together = [lane for lane in unfinished if lane.epoch == first]
         until = min(lane.epoch if lane.epoch > first else lane.recipe.epochs for lane in unfinished)
-        _train_company(together, [by_lane[id(lane)] for lane in together], until, options)
+        _train_side_by_side(together, [by_lane[id(lane)] for lane in together], until, options)
 
 
-def _train_company(
+def _train_side_by_side(
     lanes: list[Lane], runs: Sequence[RunFolder | None], until: int, options: Options
 ) -> None:
     on_gpu = lanes[0].device.type == "cuda"
-    company = SideBySide(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
+    runner = SideBySide(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
     writers = [_writer(run, options, lanes[0].epoch) for run in runs]
     saved = time.monotonic()
     for epoch in _progress(lanes, until, show=runs[0] is not None):
         began = time.perf_counter()
         try:
-            company.train_epoch()
+            runner.train_epoch()
         except InputError:
             raise
-        except ValueError as error:  # on a CPU, where runs train alone, bad features raise at once
+        except ValueError as error:  # a CPU, where lanes train alone, raises at once
             raise _stopped(lanes[0], runs[0], str(error)) from error
-        results = company.evaluate()
+        results = runner.evaluate()
         seconds = (time.perf_counter() - began) / len(lanes)
         for lane, run, result in zip(lanes, runs, results, strict=True):
             _require_finite(lane, run, result)
@@ -184,14 +210,14 @@ def _metrics(
         "test_loss": test_loss,
         "test_ece": calibration,
         "test_top5_error": top5_error,
-        "seconds": seconds,  # the run's share of the time of all side by side
+        "seconds": seconds,  # share of this run in the time of all runs side by side
         "images_per_second": lane.num_images / seconds,
         "side_by_side": side_by_side,
     }
 
 
 def _require_finite(lane: Lane, run: RunFolder | None, result: list[float]) -> None:
-    """End a run whose losses are not numbers; nothing of this epoch has been written yet."""
+    """Stop a run with a non-finite loss, before anything of this epoch is written."""
     try:
         if isinstance(lane.criterion, ISDALoss):
             lane.criterion.check()
@@ -206,7 +232,7 @@ def _require_finite(lane: Lane, run: RunFolder | None, result: list[float]) -> N
 def _stopped(lane: Lane, run: RunFolder | None, reason: str) -> RunError:
     where = f"seed {lane.seed}" if run is None else str(run.folder)
     rate = lane.recipe.learning_rate_at(lane.epoch)
-    saved = "the last checkpoint is as it was" if lane.epoch else "nothing was saved"
+    saved = "the last checkpoint is intact" if lane.epoch else "there is no checkpoint"
     return RunError(
         f"{where}, epoch {lane.epoch + 1}: {reason} (learning rate {rate:g}, lambda_0 "
         f"{lane.recipe.lambda_0:g}); {saved}"
@@ -214,14 +240,14 @@ def _stopped(lane: Lane, run: RunFolder | None, reason: str) -> RunError:
 
 
 def _restore(lane: Lane, run: RunFolder | None) -> None:
-    """Bring a lane to the run's last checkpoint, on every rank."""
+    """Restore the last checkpoint of a run on every rank."""
     if run is not None:
         if run.load(lane.load_state_dict) is None:
             done = summary(run)
-            if done.finished:  # a record that was kept without its checkpoint
+            if done.finished:  # an exported record has no checkpoint
                 lane.epoch = lane.recipe.epochs
             elif done.epochs:
-                warnings.warn(f"{run.folder} has no checkpoint: it begins anew", stacklevel=2)
+                warnings.warn(f"{run.folder} has no checkpoint: the run starts again", stacklevel=2)
         run.rewind(lane.epoch)
     if lane.world > 1:
         epoch = torch.tensor(lane.epoch, device=lane.device)
@@ -232,7 +258,7 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
 def _groups(
     plans: Sequence[Plan], options: Options, device: torch.device
 ) -> Iterator[tuple[list[int], ImageArrays | FolderImages]]:
-    """Numbers of the plans that train side by side, with their data; one data set at a time."""
+    """Indices of the plans that train side by side, with their data; one data set at a time."""
     waiting = list(range(len(plans)))
     while waiting:
         first = plans[waiting[0]].recipe
@@ -268,56 +294,8 @@ def _side_by_side(
     return max(1, min(6, 36_000_000 // parameters))
 
 
-@contextlib.contextmanager
-def join_processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
-    """Device, rank and world of this process; joins the group that torchrun started."""
-    ranked = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        local = int(os.environ.get("LOCAL_RANK", 0)) if ranked else 0
-        index = local if device.index is None else device.index
-        if index >= count:
-            raise InputError(f"no GPU {index} here: {count} found; --device cpu trains without one")
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
-    if not ranked:
-        yield device, 0, 1
-        return
-    if dist.is_initialized():  # by a caller that trains more than once
-        yield device, dist.get_rank(), dist.get_world_size()
-        return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield device, dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def choose_kernels(options: Options, device: torch.device) -> Iterator[None]:
-    """Fast kernels or deterministic ones, for the time of the training."""
-    if options.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(options.deterministic and device.type == "cuda")
-    torch.backends.cudnn.benchmark = not options.deterministic
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
-
-
 def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
-    """Epochs to train, with a bar that tells the time left; in a log, a line now and then."""
+    """Epochs to train, with a progress bar; in a log file, a line every 30 seconds."""
     first = lanes[0].epoch
     seeds = " ".join(str(lane.seed) for lane in lanes)
     label = f"{lanes[0].recipe.data} {lanes[0].recipe.network}, seed {seeds}"
@@ -336,7 +314,7 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
 
 
 def _writer(run: RunFolder | None, options: Options, epoch: int) -> Any:
-    """What writes for TensorBoard, or None; epochs behind a checkpoint are shown once."""
+    """TensorBoard writer, or None; epochs after the checkpoint are written anew."""
     if run is None or not options.tensorboard:
         return None
     return _summary_writer()(str(run.folder), purge_step=epoch)

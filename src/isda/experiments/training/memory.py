@@ -1,4 +1,4 @@
-"""Memory of a CPU that a training step takes, counted where torch allocates it."""
+"""Peak host memory of a training step, from the allocations that torch's profiler records."""
 
 import contextlib
 import json
@@ -13,10 +13,10 @@ __all__ = ["peak_host_memory"]
 
 
 def peak_host_memory(step: Callable[[], object]) -> int:
-    """Most bytes that the tensors made in a call hold at a time.
+    """Peak number of bytes of the tensors that are allocated during a call.
 
-    The count is exact, unlike the system's account of a process, with which freed memory may stay.
-    It lacks what libraries below torch allocate for themselves.
+    The count is exact, unlike the resident memory of the process, which may include freed memory.
+    It does not include what other libraries allocate themselves.
     """
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -33,14 +33,14 @@ def peak_host_memory(step: Callable[[], object]) -> int:
             held[address] = size
             now += size
         else:
-            now -= held.pop(address, 0)  # 0: made before the call
+            now -= held.pop(address, 0)  # 0: allocated before the call
         peak = max(peak, now)
     return peak
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Drop what torch's profiler writes to the standard error of the process."""
+    """Discard what torch's profiler writes to file descriptor 2."""
     usual = os.dup(2)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 2)

@@ -1,8 +1,9 @@
-"""Several runs side by side, the steps of all of them captured in one CUDA graph.
+"""Several runs side by side on one GPU, their steps captured in one CUDA graph.
 
-Small networks leave a large GPU idle, so the steps of several lanes are captured on forked streams
-of one graph, several steps in a row, since every start of a graph and every meeting of the streams
-costs time. On a CPU, and where a step cannot be captured, the same functions run as they are.
+A small network leaves a large GPU idle, so the steps of several lanes are captured on parallel
+streams of one graph. A graph holds several steps in a row, because every launch of a graph and
+every join of the streams costs time. On a CPU, and if a step cannot be captured, the same functions
+run eagerly.
 """
 
 import itertools
@@ -19,16 +20,16 @@ from isda.experiments.training.lane import Lane
 
 __all__ = ["SideBySide"]
 
-_STEPS = 8  # captured in a row
+_STEPS = 8  # steps per graph
 
 
 class SideBySide:
-    """Lanes that take every step together.
+    """Lanes that take every step at the same time.
 
     Args:
         lanes: runs with the same data, batch size and number of epochs.
         capture: capture the steps of all lanes in CUDA graphs.
-        pool: memory of the graphs, to be shared with others that never run at the same time.
+        pool: memory pool of the graphs, to share with graphs that never run at the same time.
     """
 
     def __init__(self, lanes: list[Lane], *, capture: bool, pool: Any = None) -> None:
@@ -39,7 +40,7 @@ class SideBySide:
         self._steps: dict[int, Callable[[Lane], None]] = {}  # by batch size
 
     def train_epoch(self) -> None:
-        """Train every lane for an epoch."""
+        """Train every lane for one epoch."""
         for lane in self.lanes:
             lane.begin_epoch()
         if isinstance(self.lanes[0].data, ImageArrays):
@@ -67,7 +68,7 @@ class SideBySide:
             self._run(self._step(size))
 
     def evaluate(self) -> list[list[float]]:
-        """Training loss of the epoch and ``Lane.results`` of every lane; waits for the device."""
+        """Training loss of the epoch and ``Lane.results`` of every lane; synchronises."""
         if isinstance(self.lanes[0].data, ImageArrays):
             self._run(Lane.evaluate)
         else:
@@ -83,7 +84,7 @@ class SideBySide:
         return self._steps.setdefault(size, partial(Lane.step, size=size))
 
     def _run(self, function: Callable[[Lane], None], *, times: int = 1) -> None:
-        """Call a function of every lane, several times in a row."""
+        """Call a function on every lane, several times in a row."""
         if not self.capture:
             for _ in range(times):
                 for lane in self.lanes:
@@ -94,18 +95,18 @@ class SideBySide:
         self._graphs[function, times].replay()
 
     def _record(self, function: Callable[[Lane], None], times: int) -> torch.cuda.CUDAGraph:
-        """Capture calls for all lanes, each on its stream; undo what warming up changed."""
+        """Capture the calls of all lanes, each on its own stream; restore state after warm-up."""
         torch.cuda.synchronize()
         for lane in self.lanes:
             before = [tensor.detach().clone() for tensor in lane.tensors()]
             torch.cuda.synchronize()
             with torch.cuda.stream(lane.stream):
-                for _ in range(3):  # compiles, chooses kernels, allocates
+                for _ in range(3):  # compile, select kernels, allocate
                     function(lane)
-                    with torch.no_grad():  # each time: past the last batch are no images
+                    with torch.no_grad():  # every time: there are no images after the last batch
                         for tensor, saved in zip(lane.tensors(), before, strict=True):
                             tensor.copy_(saved)
-            lane.forget_gradients()
+            lane.zero_grad()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

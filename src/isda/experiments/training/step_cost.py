@@ -1,6 +1,6 @@
-"""A training step on the bench: time and memory with ISDA against cross entropy (Table 1).
+"""Time and memory of a training step with ISDA and with cross entropy (Table 1).
 
-One network is trained on random images as the training loop does it; only the criterion changes.
+One network trains on random images with the steps of the training loop; only the criterion changes.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import NETWORKS, own_image_size
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.device import choose_kernels
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.loop import choose_kernels
 from isda.experiments.training.memory import peak_host_memory
 from isda.experiments.training.side_by_side import SideBySide
 
@@ -45,7 +45,7 @@ SHAPES: dict[str, tuple[int, tuple[int, int, int]]] = {
     "cifar10": (10, (3, 32, 32)),
     "digits": (10, (1, 8, 8)),
 }
-"""Number of classes and shape of the images of each data set."""
+"""Number of classes and image shape of every data set."""
 
 
 def measured_cost(
@@ -58,19 +58,20 @@ def measured_cost(
     steps: int | None = None,
     repeats: int = 5,
 ) -> list[MeasuredCost]:
-    """Time and memory of a training step for each of ``CASES``.
+    """Measure time and memory of a training step for each of ``CASES``.
 
-    All cases train one network, compiled once, and differ in the criterion alone. They take turns,
-    so that a machine that grows slower slows all of them alike. A step is captured on a GPU.
+    All cases share one network, which is compiled once, and differ only in the criterion. Their
+    measurements are interleaved, so that a drift of the machine affects all of them equally. On a
+    GPU the step is captured in a CUDA graph.
 
     Args:
         network: name of a network, or ``timm:NAME``.
-        device: where to measure. On a CPU the step is in float32.
-        num_classes: C; by default that of the data the paper trains the network on.
-        image_size: side of the images; by default likewise, for timm's models their own.
-        batch_size: images per step; by default the recipe's, but at most 256, on a CPU 8.
-        steps: steps in a measurement; by default 20, on a CPU 2.
-        repeats: measurements of each case.
+        device: device to measure on. On a CPU the step uses float32.
+        num_classes: number of classes; by default that of the network's data set in the paper.
+        image_size: side of the images; by default that of the data set, or of the timm model.
+        batch_size: images per step; by default the recipe's, at most 256, and 8 on a CPU.
+        steps: steps per measurement; by default 20, and 2 on a CPU.
+        repeats: number of measurements of each case.
     """
     on_gpu = device.type == "cuda"
     recipe = isda_recipe(network)
@@ -80,7 +81,7 @@ def measured_cost(
     if steps is None:
         steps = 20 if on_gpu else 2
     for name, value, least in (
-        ("batch_size", batch_size, 2),  # batch normalisation needs two
+        ("batch_size", batch_size, 2),  # batch norm needs two
         ("steps", steps, 1),
         ("repeats", repeats, 1),
     ):
@@ -89,11 +90,11 @@ def measured_cost(
     recipe = replace(
         recipe,
         batch_size=batch_size,
-        learning_rate=1e-6,  # noise teaches nothing: the weights stay about where they are
+        learning_rate=1e-6,  # keeps the weights about the same: random images have nothing to learn
         precision=recipe.precision if on_gpu else "fp32",
     )
     if on_gpu:
-        torch.compiler.reset()  # what was compiled before counts against a limit
+        torch.compiler.reset()  # earlier compilations count against the recompile limit
     with choose_kernels(Options(), device):
         data = random_images(
             steps * batch_size, num_classes=num_classes, shape=shape, device=device
@@ -103,12 +104,12 @@ def measured_cost(
 
 
 def usual_batch_size(network: str, device: torch.device) -> int:
-    """The recipe's batch size, but at most 256, on a CPU 8."""
+    """Default batch size: the recipe's, at most 256, and 8 on a CPU."""
     return min(isda_recipe(network).batch_size, 256 if device.type == "cuda" else 8)
 
 
 def isda_recipe(network: str) -> Recipe:
-    """The paper's training of a network with ISDA; of timm's models, that of ResNet-50."""
+    """ISDA recipe of a network; for timm models that of ResNet-50."""
     if network.startswith("timm:"):
         return replace(get_recipe("imagenet-resnet50-isda"), network=network)
     for data in SHAPES:
@@ -120,9 +121,9 @@ def isda_recipe(network: str) -> Recipe:
 def image_shape(
     recipe: Recipe, num_classes: int | None, image_size: int | None
 ) -> tuple[int, tuple[int, int, int]]:
-    """Number of classes and shape of the images: those given, else those of the recipe's data.
+    """Number of classes and image shape: as given, else those of the recipe's data set.
 
-    The size may also be that of the network, if it has one of its own.
+    A timm model with a fixed image size overrides the size of the data set.
     """
     classes, (channels, side, _) = SHAPES[recipe.data]
     classes = classes if num_classes is None else num_classes
@@ -142,12 +143,12 @@ def random_images(
     device: torch.device,
     test_number: int = 1,
 ) -> ImageArrays:
-    """Images and classes drawn at random: speed does not depend on what they show."""
+    """Random images and targets: the speed does not depend on the content."""
 
     def draw(count: int, part: int) -> tuple[Tensor, Tensor]:
         key = counter_rng.key(part, device=device)
         images = torch.empty(count, *shape, dtype=torch.uint8, device=device)
-        for start in range(0, count, 100):  # a draw takes eight times the memory of the image
+        for start in range(0, count, 100):  # drawing takes eight times the memory of the images
             chunk = images[start : start + 100]
             chunk.copy_(counter_rng.bits(tuple(chunk.shape), counter_rng.fold(key, start)) & 255)
         return images, counter_rng.integers((count,), key, high=num_classes)
@@ -171,31 +172,33 @@ _T = TypeVar("_T")
 
 
 class _Bench:
-    """A network in training, with a criterion for each case, and the steps of each captured.
+    """A network in training with one criterion, and captured steps, for each case.
 
     Args:
-        recipe: training with ISDA.
+        recipe: ISDA recipe.
         data: images on the device.
-        device: where to train.
+        device: device to train on.
     """
 
     def __init__(self, recipe: Recipe, data: ImageArrays, device: torch.device) -> None:
         self._recipe, self._device = recipe, device
         self._on_gpu = device.type == "cuda"
-        gc.collect()  # what is held from now on is counted
-        self._held = torch.cuda.memory_allocated(device) if self._on_gpu else 0  # by the images
+        gc.collect()  # memory allocated from now on counts
+        self._held = (
+            torch.cuda.memory_allocated(device) if self._on_gpu else 0
+        )  # memory of the images
         self._lane = Lane(recipe.baseline(), 0, data, device)
-        self._lane.epoch = recipe.epochs // 2  # where the strength is half of λ₀
+        self._lane.epoch = recipe.epochs // 2  # the strength is half of λ₀
         self._cases: dict[str, tuple[nn.Module, SideBySide]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
-        SideBySide([self._lane], capture=False).train_epoch()  # compiles, chooses kernels
+        SideBySide([self._lane], capture=False).train_epoch()  # compile, select kernels
 
     def peak(self, case: str) -> int:
-        """Most bytes that the tensors of a step hold at a time, the images left out."""
+        """Peak memory of the tensors of a step, in bytes, without the images."""
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         with self._using(self._create_criterion(case)):
-            if self._on_gpu:  # a replay allocates nothing: not captured
+            if self._on_gpu:  # not captured, because a replay does not allocate
                 SideBySide([self._lane], capture=False).train_epoch()
                 return torch.cuda.max_memory_allocated(self._device) - self._held
             self._lane.begin_epoch()
@@ -205,18 +208,18 @@ class _Bench:
             return sum(state.values()) + peak_host_memory(step)
 
     def seconds(self, case: str) -> float:
-        """Time of a step, mean over an epoch."""
+        """Mean time of a step over an epoch."""
         if case not in self._cases:
             criterion = self._create_criterion(case)
-            company = SideBySide([self._lane], capture=self._on_gpu, pool=self._pool)
+            runner = SideBySide([self._lane], capture=self._on_gpu, pool=self._pool)
             with self._using(criterion):
-                company.train_epoch()  # captures; a CPU takes the memory that zeros have not yet
-            self._cases[case] = criterion, company
-        criterion, company = self._cases[case]
+                runner.train_epoch()  # capture; on a CPU, touch the memory of the statistics
+            self._cases[case] = criterion, runner
+        criterion, runner = self._cases[case]
         with self._using(criterion):
             self._synchronize()
             began = time.perf_counter()
-            company.train_epoch()
+            runner.train_epoch()
             self._synchronize()
             return (time.perf_counter() - began) / len(list(self._lane.batch_sizes()))
 
@@ -240,7 +243,7 @@ class _Bench:
             num_features=network.num_features,
             num_classes=network.num_classes,
         )
-        if not self._on_gpu:  # a system may promise more memory than it has
+        if not self._on_gpu:  # the system may promise more memory than it has
             with torch.device("meta"):
                 size = sum(buffer.nbytes for buffer in create().buffers())
             if size > _host_memory() / 2:
@@ -256,7 +259,7 @@ class _Bench:
 def _take_turns(
     create_bench: Callable[[], _Bench], repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int | None]]:
-    """Seconds and peak bytes of the cases that fit into memory."""
+    """Seconds and peak bytes of the cases that fit in memory."""
     bench = _if_it_fits(create_bench)
     if bench is None:
         return {}, {}
@@ -279,7 +282,7 @@ def _summary(
     batch_size: int,
     precision: str,
 ) -> list[MeasuredCost]:
-    """Medians, and what each case adds to cross entropy."""
+    """Medians, and the difference of each case to cross entropy."""
     rows = []
     for case in CASES:
         row = MeasuredCost(case, batch_size, precision)
@@ -302,18 +305,18 @@ def _summary(
 
 
 def _if_it_fits(function: Callable[[], _T]) -> _T | None:
-    """Result of a function, or None, with all that it held let go, if it ran out of memory."""
+    """Result of a function, or None if it ran out of memory; then frees what it allocated."""
     try:
         return function()
     except Exception as error:
         if not _out_of_memory(error):
             raise
-    gc.collect()  # not before the error is gone, which holds the function's tensors
+    gc.collect()  # after the error is gone, which references the tensors
     return None
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one that it followed, as where a capture broke off, is of memory."""
+    """Whether an error, or one in its chain, such as a failed capture, is out-of-memory."""
     if error is None:
         return False
     return (
@@ -324,7 +327,7 @@ def _out_of_memory(error: BaseException | None) -> bool:
 
 
 def _host_memory() -> float:
-    """Bytes of memory of this machine, infinite if the system does not tell."""
+    """Memory of this machine in bytes; infinite if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
