@@ -43,12 +43,15 @@ def test_both_methods_are_timed(tmp_path: Path) -> None:
     [
         (["--networks", "resnet23"], "unknown recipe 'cifar100-resnet23-ce'; did you mean"),
         (["--set", "batch=3"], "unknown field of a recipe 'batch'; did you mean batch_size"),
-        (["--set", "batch_size=few"], "batch_size=few is not a value for the field batch_size"),
+        (["--set", "batch_size=few"], "batch_size=few: invalid value for the field batch_size"),
         (["--epochs", "0"], "--epochs must be >= 1"),
         (["--side-by-side", "2", "0"], "--side-by-side must be >= 1"),
         (["--device", "cuda:99"], "GPU 99 not found"),
         (["--table", "nowhere.csv"], "cannot read nowhere.csv"),
-        (["--table", str(ROOT / "results" / "benchmarks" / "loss_cpu.csv")], "is not a table of"),
+        (
+            ["--table", str(ROOT / "results" / "benchmarks" / "loss_cpu.csv")],
+            "is not a CSV file of",
+        ),
     ],
 )
 def test_mistakes(flags: list[str], message: str) -> None:

@@ -133,7 +133,7 @@ def test_sizes_given() -> None:
         ({"network": "densenet121", "image_size": 8}, "densenet121 does not accept 8 x 8 images"),
         (
             {"network": "timm:botnet26t_256", "image_size": 224},
-            "timm:botnet26t_256 does not accept 224 x 224 images: the model is made for size 256",
+            "timm:botnet26t_256 does not accept 224 x 224 images: the model was designed for size",
         ),
     ],
 )

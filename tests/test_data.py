@@ -230,7 +230,7 @@ def test_cifar_from_torchvision_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert data.test_target.tolist() == stored["test_labels"].tolist()
 
     (folder / "data_batch_1").write_bytes(b"damaged")
-    assert f"cifar10 is damaged in {folder}" in message_of("cifar10", root=tmp_path)
+    assert f"cifar10 in {folder} is damaged" in message_of("cifar10", root=tmp_path)
 
 
 def test_cifar_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_cifar_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"test_labels": None}, "has no test_labels"),
+        ({"test_labels": None}, "lacks the arrays test_labels"),
         ({"train_images": np.zeros((12, 3, 32, 32), np.uint8)}, "must be uint8 (12, 32, 32, 3)"),
         ({"train_images": np.zeros((12, 32, 32, 3), np.float32)}, "got float32 (12, 32, 32, 3)"),
         ({"train_labels": np.zeros(11, np.int64)}, "must be uint8 (11, 32, 32, 3)"),
@@ -260,7 +260,7 @@ def test_cifar_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"test_labels": np.array([0, 1, 2, 3, 100])}, "must be in [0, 100), got 0 to 100"),
         ({"test_labels": np.array([0, -1, 2, 3, 4])}, "must be in [0, 100), got -1 to 4"),
         ({"train_images": np.array([{"a": 1}])}, "cannot be read: Object arrays"),
-        ({"train_labels": np.full(12, 3)}, "must be of two or more classes, got one"),
+        ({"train_labels": np.full(12, 3)}, "must have two or more classes, got one"),
     ],
 )
 def test_wrong_npz(change: dict[str, np.ndarray], expected: str, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_damaged_npz(tmp_path: Path) -> None:
 def test_unknown_data_set() -> None:
     assert message_of("cifar11") == "unknown data set 'cifar11'; did you mean cifar10 or cifar100?"
     assert "needs a path" in message_of("imagefolder:")
-    assert "needs its folder" in message_of("imagenet")
+    assert "needs --data-root" in message_of("imagenet")
 
 
 # Images in folders
@@ -459,7 +459,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
     make_images(tmp_path, {"owl": 1, "rat": 1})
     (tmp_path / "dog" / "notes.txt").rename(tmp_path / "dog" / "0.jpg")
     assert "1 of 6 images" in message_of(spec)
-    assert "must have folders of classes" in message_of("imagenet", root=tmp_path)
+    assert "must have train/ and val/" in message_of("imagenet", root=tmp_path)
 
 
 @pytest.mark.parametrize("parts", [("Train", "Val"), ("training", "validation")])
@@ -475,7 +475,7 @@ def test_names_of_the_parts(parts: tuple[str, str], photos: Path) -> None:
 def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
     """Which would be two classes, to be told apart with ease."""
     make_images(tmp_path, {"train": 5, "val": 5})
-    message = f"{tmp_path} must have folders of classes in train/ and val/"
+    message = f"{tmp_path} must have train/ and val/ with one folder per class"
     assert message_of(f"imagefolder:{tmp_path}") == message
     make_images(tmp_path, {"bus": 5})  # a train is a vehicle, too
     assert folder_of(tmp_path).class_names == ("bus", "train", "val")
@@ -485,7 +485,7 @@ def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "train" / "fast")
     (tmp_path / "van").rename(tmp_path / "val")
     make_images(tmp_path / "train", {"cat": 5, "dog": 5})
-    message = f"{tmp_path}/val must have a folder for each class, as {tmp_path}/train has"
+    message = f"{tmp_path}/val must have one folder per class, like {tmp_path}/train"
     assert message_of(f"imagefolder:{tmp_path}") == message
 
 
@@ -517,7 +517,7 @@ def test_too_few_images_to_split(tmp_path: Path) -> None:
 def test_wrong_test_part(photos: Path) -> None:
     spec = f"imagefolder:{photos}"
     make_images(photos / "val", {"emu": 1})
-    assert message_of(spec) == f"{photos}/val has classes that {photos}/train has not: emu"
+    assert message_of(spec) == f"{photos}/val has classes that {photos}/train lacks: emu"
     (photos / "val").rename(photos / "old")
     (photos / "val" / "cat").mkdir(parents=True)
     assert message_of(spec) == f"{photos}/val has no images"
@@ -536,7 +536,7 @@ def test_unreadable_images(photos: Path) -> None:
     assert "--skip-unreadable" in message
     for file in ("train/cat/0.jpg", "train/dog/1.png", "val/dog/3.png"):
         assert str(photos / file) in message
-    with pytest.warns(UserWarning, match=r"left out 3 of 28 images .*val/dog/3.png"):
+    with pytest.warns(UserWarning, match=r"skipped 3 of 28 images .*val/dog/3.png"):
         data = folder_of(photos, skip_unreadable=True)
     assert (len(data.train_files), len(data.test_files)) == (19, 6)
     assert len(data.train_target) == 19
@@ -545,7 +545,7 @@ def test_unreadable_images(photos: Path) -> None:
     message = message_of(f"imagefolder:{photos}")
     assert "9 of 28 images" in message
     assert message.endswith("and 4 more")
-    with pytest.warns(UserWarning, match="left out 9 of 28 images"):
+    with pytest.warns(UserWarning, match="skipped 9 of 28 images"):
         message = message_of(f"imagefolder:{photos}", skip_unreadable=True)
     assert message == f"{photos}/train has classes without images: owl"
 
@@ -561,6 +561,6 @@ def test_image_that_fails_while_training(workers: int, photos: Path) -> None:
     assert str(caught.value).startswith(f"{broken} cannot be read: ")
     assert "\n" not in str(caught.value)
     if not workers:
-        with pytest.warns(UserWarning, match="left out 1 of 28 images"):
+        with pytest.warns(UserWarning, match="skipped 1 of 28 images"):
             found = load_data("imagenet", root=photos, skip_unreadable=True)
         assert len(found.train_files) == 20

@@ -21,7 +21,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.networks import (
     NETWORKS,
     Network,
-    bind_draws,
+    bind_key,
     create_network,
     own_image_size,
 )
@@ -171,7 +171,7 @@ def test_timm_model_keeps_its_output(device: torch.device) -> None:
     assert network.forward_features(images).shape == (2, 512)
     torch.testing.assert_close(network(images), network.model(images))
     network.train()
-    assert bind_draws(network, counter_rng.key(1, device=device)) == 1
+    assert bind_key(network, counter_rng.key(1, device=device)) == 1
     dropped = (network.forward_features(images) == 0).float().mean()
     assert dropped >= 0.4  # 5 σ below 0.5 for 1024 elements
 
@@ -180,11 +180,11 @@ def test_random_layers_of_timm_draw_from_the_key() -> None:
     """As the dropout of our own networks: a step's numbers are those of its key, for any rank."""
     network = create_network("timm:swin_tiny_patch4_window7_224", num_classes=3).train()
     key = torch.tensor(5)
-    assert bind_draws(network, key) > 10
+    assert bind_key(network, key) > 10
     images = torch.randn(4, 3, 224, 224)
     with torch.no_grad():
         one, again = network(images), network(images)
-        bind_draws(network, key, offset=2)  # a rank that has the last two
+        bind_key(network, key, offset=2)  # a rank that has the last two
         part = network(images[2:])
         key += 1
         other = network(images[2:])
@@ -208,7 +208,7 @@ def test_timm_model_that_adds_to_its_head() -> None:
             if not adds:
                 network.check(images, logits)
                 continue
-            with pytest.raises(InputError, match=f"{name} must give what its linear head makes"):
+            with pytest.raises(InputError, match=f"{name} must end in a linear layer: ISDA needs"):
                 network.check(images, logits)
 
 
@@ -351,7 +351,7 @@ RATE = 0.3
 def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch.device) -> None:
     layer = Dropout(RATE)
     if bound:
-        bind_draws(layer, counter_rng.key(7, device=device))
+        bind_key(layer, counter_rng.key(7, device=device))
     x = torch.full((40, 25, 8, 5), 2.0, device=device, requires_grad=True)
     output = layer(x)
     output.sum().backward()
@@ -370,7 +370,7 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch
 def test_dropout_depends_on_key_and_layer(device: torch.device) -> None:
     layers = nn.ModuleList([Dropout(RATE), Dropout(RATE)])
     key = counter_rng.key(1, device=device)
-    assert bind_draws(layers, key) == 2
+    assert bind_key(layers, key) == 2
     x = torch.ones(64, 16, device=device)
     first, second = layers[0](x), layers[1](x)
     assert torch.equal(layers[0](x), first)
@@ -381,7 +381,7 @@ def test_dropout_depends_on_key_and_layer(device: torch.device) -> None:
     assert abs(both - RATE**2) < 5 * math.sqrt(RATE**2 / x.numel())
     key.copy_(counter_rng.key(1, device=device))
     assert torch.equal(layers[0](x), first)
-    bind_draws(layers, None)
+    bind_key(layers, None)
     torch.manual_seed(0)
     free = layers[0](x)
     torch.manual_seed(0)
@@ -405,8 +405,8 @@ def test_dropout_layers_are_counted_and_absent_at_rate_zero(name: str, layers: i
         plain = create_network(name, num_classes=10)
         dropping = create_network(name, num_classes=10, drop_rate=RATE)
         key = counter_rng.key(0)
-    assert bind_draws(plain, key) == 0
-    assert bind_draws(dropping, key) == layers
+    assert bind_key(plain, key) == 0
+    assert bind_key(dropping, key) == layers
     assert plain.state_dict().keys() == dropping.state_dict().keys()
     bound = [module for module in dropping.modules() if isinstance(module, Dropout)]
     assert all(module.drop_rate == RATE and module.key is key for module in bound)
@@ -418,7 +418,7 @@ def test_dropout_stands_between_the_convolutions(
     block: Callable[..., nn.Module], device: torch.device
 ) -> None:
     module = block(4, 6, 2, drop_rate=0.999).to(device)
-    bind_draws(module, counter_rng.key(0, device=device))
+    bind_key(module, counter_rng.key(0, device=device))
     seen = {}
     module.dropout.register_forward_hook(lambda m, inputs, output: seen.update(a=inputs, b=output))
     module.conv2.register_forward_pre_hook(lambda m, inputs: seen.update(c=inputs[0]))
@@ -444,7 +444,7 @@ def test_dropout_follows_both_convolutions_of_a_dense_layer(device: torch.device
 def test_imagenet_densenet_drops_by_key(device: torch.device) -> None:
     network = create_network("densenet121", num_classes=3, drop_rate=RATE).to(device)
     key = counter_rng.key(0, device=device)
-    bind_draws(network, key)
+    bind_key(network, key)
     images = torch.randn(2, 3, 32, 32).to(device)
     with torch.no_grad():
         first, again = network(images), network(images)
@@ -464,7 +464,7 @@ def test_shake_mixes_forward_and_backward_by_separate_weights(
     images = 500
     layer = ShakeShake()
     if bound:
-        bind_draws(layer, counter_rng.key(3, device=device))
+        bind_key(layer, counter_rng.key(3, device=device))
     shape = (images, 3, 2, 4)
     x1, x2 = (torch.randn(shape, device=device, dtype=torch.float64) for _ in range(2))
     x1.requires_grad_()
@@ -516,13 +516,13 @@ def test_a_rank_draws_its_slice_of_the_global_batch(
             module.eval()
     key = counter_rng.key(4, device=device)
     images = torch.randn(7, 3, 8, 8).to(device)
-    bind_draws(network, key)
+    bind_key(network, key)
     with torch.no_grad():
         whole = network(images)
         for start, end in ((0, 3), (3, 4), (4, 7)):
-            bind_draws(network, key, offset=start)
+            bind_key(network, key, offset=start)
             torch.testing.assert_close(network(images[start:end]), whole[start:end])
-        bind_draws(network, key)
+        bind_key(network, key)
         assert not torch.allclose(network(images[3:]), whole[3:])
 
 
@@ -532,7 +532,7 @@ def test_compiles_whole_and_follows_the_key(
 ) -> None:
     network = build().to(device)
     key = counter_rng.key(0, device=device)
-    bind_draws(network, key)
+    bind_key(network, key)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     images = torch.randn(4, 3, 8, 8).to(device)
     outputs = []
@@ -553,7 +553,7 @@ def test_compiles_whole_and_follows_the_key(
 @pytest.mark.parametrize("build", [_small_dropout, _small_shake])
 def test_half_precision_channels_last(build: Callable[[], Network], device: torch.device) -> None:
     network = build().to(device, memory_format=torch.channels_last)
-    bind_draws(network, counter_rng.key(0, device=device))
+    bind_key(network, counter_rng.key(0, device=device))
     images = torch.randn(4, 3, 16, 16).to(device, memory_format=torch.channels_last)
     layouts = []
     for module in network.modules():
@@ -584,15 +584,13 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
 
 def test_timm_model_without_a_linear_head_is_refused() -> None:
     name = "timm:deit_tiny_distilled_patch16_224"
-    with pytest.raises(
-        InputError, match=f"{name} must end in one nn.Linear .* its head is a tuple"
-    ):
+    with pytest.raises(InputError, match=f"{name} must end in an nn.Linear .* ends in a tuple"):
         create_network(name, num_classes=10)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("botnet26t_256", "made for size 256"), ("vit_tiny_patch16_224", "doesn't match model")],
+    [("botnet26t_256", "designed for size 256"), ("vit_tiny_patch16_224", "doesn't match model")],
 )
 def test_timm_model_tells_which_size_it_takes(name: str, reason: str) -> None:
     with torch.device("meta"):

@@ -137,10 +137,10 @@ def test_ramps():
         ("momentum", 0.0, "momentum must be > 0 with nesterov"),
         ("gamma", 0.0, "gamma must be > 0 and <= 1"),
         ("decay", 1.5, "decay must be > 0 and <= 1"),
-        ("augment", ("crop", "mixup"), "augment must be drawn from crop"),
-        ("augment", ("crop", "crop"), "each once"),
+        ("augment", ("crop", "mixup"), "augment must be distinct names out of crop"),
+        ("augment", ("crop", "crop"), "distinct names out of"),
         ("schedule", "linear", "schedule must be one of step, cosine, got 'linear'"),
-        ("data", "", "data must be a name"),
+        ("data", "", "data must be non-empty"),
         ("hold_out", -1, "hold_out must be >= 0"),
     ],
 )

@@ -516,9 +516,9 @@ def test_report_page(records, tmp_path):
     assert [*row, "27.57 ± 0.46", "·"] in page.rows
     assert [len(row) for row in page.rows if row[:1] == ["WGAN"]] == [9]
     assert sum(row.count("·") for row in page.rows) == 114 - 5
-    assert "Not yet run: ce, isda." in text  # the Wide-ResNet's figure
+    assert "Not run yet: ce, isda." in text  # the Wide-ResNet's figure
     assert "isda table 2 --cell cifar100/wide_resnet28_10" in text
-    assert "Not yet run: large_margin, disturb_label, center, lq, dropout, dropout_isda." in text
+    assert "Not run yet: large_margin, disturb_label, center, lq, dropout, dropout_isda." in text
     assert page.tags.count("svg") == 2 * 3 + 1  # each comparison once, and one figure
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     references = [value for key, value in page.attributes if key in ("href", "src", "xlink:href")]

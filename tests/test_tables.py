@@ -120,7 +120,7 @@ def test_gan_cells_say_so():
     lines = [line for line in text.splitlines() if "GAN" in line]
     assert [line.count(" GAN |") for line in lines] == [2, 4, 4, 4]
     for cell in gans:
-        with pytest.raises(InputError, match="no recipe trains it"):
+        with pytest.raises(InputError, match="is a GAN, which has no recipe"):
             cell_recipes(4, cell.address)
 
 

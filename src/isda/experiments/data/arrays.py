@@ -1,7 +1,4 @@
-"""Data sets (Section 4.1): digits and CIFAR as arrays on the device, or a folder of images.
-
-What is random, such as which 5,000 images are held out to choose λ₀, follows from a seed.
-"""
+"""Data sets (Section 4.1): digits and CIFAR as arrays on the device, or folders of images."""
 
 import os
 from collections.abc import Sequence
@@ -52,14 +49,14 @@ _CIFAR_CLASSES = {
 
 @dataclass(frozen=True, eq=False)
 class ImageArrays:
-    """A data set that fits into memory: the whole of it on one device."""
+    """A data set that is completely in the memory of one device."""
 
     name: str
     train_images: Tensor  # uint8 (N, C, H, W)
     train_target: Tensor  # int64 (N,)
     test_images: Tensor
     test_target: Tensor
-    mean: tuple[float, ...]  # of each channel, of images scaled to [0, 1]
+    mean: tuple[float, ...]  # per channel, of images scaled to [0, 1]
     std: tuple[float, ...]
     class_names: tuple[str, ...]
 
@@ -69,7 +66,7 @@ class ImageArrays:
         return len(self.class_names)
 
     def to(self, device: torch.device | str) -> "ImageArrays":
-        """The same data set on another device."""
+        """Copy of the data set on another device."""
         return replace(
             self,
             train_images=self.train_images.to(device),
@@ -79,9 +76,9 @@ class ImageArrays:
         )
 
     def hold_out(self, number: int = 5000, *, seed: int = 0) -> "ImageArrays":
-        """Validation split: ``number`` training images take the place of the test images.
+        """Validation split: hold out ``number`` training images and use them as test images.
 
-        Every class is held out in proportion; ``seed`` alone decides which images.
+        The split is stratified by class and depends only on ``seed``.
         """
         kept, held = (
             part.to(self.train_target.device)
@@ -107,23 +104,23 @@ def load_data(
 ) -> "ImageArrays | FolderImages":
     """Load a data set by name.
 
-    - ``digits`` comes with scikit-learn; one image in five is the test part.
+    - ``digits`` comes with scikit-learn; one image in five is used for testing.
     - ``cifar10`` and ``cifar100`` are read from ``root/cifar100.npz`` (``train_images`` of shape
       (N, 32, 32, 3), ``train_labels``, ``test_images``, ``test_labels``) or from the folder that
       torchvision makes in ``root``.
     - ``imagenet`` is ``root`` with ``train/`` and ``val/``.
-    - ``imagefolder:PATH`` has a folder per class in ``PATH/train`` (or ``training``) and in the
-      first of ``PATH/val``, ``valid``, ``validation``, ``test``, in upper or lower case. Without
-      these, or with the classes in ``PATH`` itself, one image in five of each class is the test
-      part.
+    - ``imagefolder:PATH`` has one folder per class in ``PATH/train`` (or ``training``) and in the
+      first of ``PATH/val``, ``valid``, ``validation``, ``test``, in upper or lower case. If there
+      is no such folder for testing, or if the classes are in ``PATH`` itself, one image in five of
+      each class is used for testing.
 
     Args:
         spec: one of ``DATA``.
         root: folder of CIFAR (default ``data``) or ImageNet.
-        download: let torchvision fetch CIFAR into ``root`` if it is not there.
-        skip_unreadable: leave out files that cannot be decoded instead of refusing the folder.
-        image_size: side of the images, for images in folders.
-        workers: processes that decode files in folders; by default one per processor, 16 at most.
+        download: download CIFAR to ``root`` with torchvision if it is missing.
+        skip_unreadable: skip files that cannot be decoded instead of raising an error.
+        image_size: side of the crops of image files.
+        workers: processes that decode image files; by default one per CPU core, at most 16.
     """
     kind, _, path = spec.partition(":")
     if kind == "digits" and not path:
@@ -133,13 +130,11 @@ def load_data(
     if spec != "imagenet" and kind != "imagefolder":
         raise unknown("data set", spec, DATA)
     if spec == "imagenet" and root is None:
-        raise InputError(
-            "imagenet needs its folder, the one with train/ and val/, as the data root"
-        )
+        raise InputError("imagenet needs --data-root, the folder with train/ and val/")
     if kind == "imagefolder" and not path:
-        raise InputError("imagefolder needs a path, as in imagefolder:photos")
+        raise InputError("imagefolder needs a path, such as imagefolder:photos")
 
-    from isda.experiments.data.folders import load_folder  # imports torchvision: only if used
+    from isda.experiments.data.folders import load_folder  # imports torchvision
 
     return load_folder(
         Path(path or root or "").expanduser(),
@@ -147,7 +142,7 @@ def load_data(
         image_size=image_size,
         workers=_processors() if workers is None else workers,
         skip_unreadable=skip_unreadable,
-        # decoding the 1.3 million files of ImageNet once more takes as long as an epoch
+        # checking the 1.3 million files of ImageNet takes as long as an epoch
         check=kind == "imagefolder" or skip_unreadable,
     )
 
@@ -155,7 +150,7 @@ def load_data(
 def normalize(
     images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """``(images / 255 - mean) / std`` of uint8 images, computed in float32; can be captured.
+    """``(images / 255 - mean) / std`` of uint8 images, in float32; can be captured.
 
     Shape:
         images (N, C, H, W), mean and std of length C; output (N, C, H, W) of ``dtype``.
@@ -166,22 +161,22 @@ def normalize(
 
 
 def epoch_order(number: int, key: Tensor) -> Tensor:
-    """Order in which an epoch goes through ``number`` images: a permutation drawn from ``key``."""
+    """Order of ``number`` images in an epoch: a random permutation."""
     return counter_rng.permutation(number, key)
 
 
 def steps_per_epoch(number: int, batch_size: int) -> int:
-    """Batches in an epoch; the last one may be smaller and is kept."""
+    """Number of batches in an epoch, including a smaller last one."""
     return -(-number // batch_size)
 
 
 def rank_slice(number: int, *, rank: int, world: int) -> slice:
-    """Part of a batch of ``number`` images that belongs to a rank: contiguous, sizes one apart."""
+    """Contiguous part of a batch for a rank; the sizes differ by at most one."""
     return slice(number * rank // world, number * (rank + 1) // world)
 
 
 def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Indices to keep and ``number`` indices to hold out, every class in proportion to its size.
+    """Indices to keep and ``number`` indices to hold out, stratified by class.
 
     Shape:
         target (N,); outputs (N - number,) and (number,), ascending, on the CPU.
@@ -192,24 +187,24 @@ def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor
         )
     target = target.cpu()
     order = counter_rng.permutation(len(target), counter_rng.key(seed, _SPLIT))
-    order = order[target[order].argsort(stable=True)]  # by class, at random within each
+    order = order[target[order].argsort(stable=True)]  # sorted by class, random within a class
     count = torch.bincount(target)
     place = torch.arange(len(target)) - (count.cumsum(0) - count)[target[order]]
-    share = (place.double() + 0.5) / count[target[order]]  # of its class that comes before
+    share = (place.double() + 0.5) / count[target[order]]  # position within its class, in [0, 1]
     held = torch.zeros(len(target), dtype=torch.bool)
     held[order[share.argsort(stable=True)[:number]]] = True
     if len(target[~held].unique()) < len(target.unique()):
         raise InputError(
-            f"hold_out must leave images of every class to train on, got {number} of {len(target)}"
+            f"hold_out must leave training images of every class, got {number} of {len(target)}"
         )
     return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
 
 
-_SPLIT = 0x5D  # purpose of the key
+_SPLIT = 0x5D  # part of the key
 
 
 def _channels(values: Sequence[float], images: Tensor) -> Tensor:
-    # filled on the device: a copy from the host could not be captured
+    # filled on the device, because a copy from the host cannot be captured
     filled = [torch.full((1, 1), v, dtype=torch.float32, device=images.device) for v in values]
     return torch.stack(filled)
 
@@ -220,7 +215,7 @@ def _processors() -> int:
 
 
 def _load_digits() -> ImageArrays:
-    from sklearn.datasets import load_digits  # only if used
+    from sklearn.datasets import load_digits
 
     digits = load_digits()
     images = torch.from_numpy(np.rint(digits.images * (255 / 16)).astype(np.uint8))[:, None]
@@ -240,7 +235,7 @@ def _load_digits() -> ImageArrays:
 
 
 def _load_cifar(name: str, root: Path, *, download: bool) -> ImageArrays:
-    from torchvision.datasets import CIFAR10, CIFAR100  # only if used
+    from torchvision.datasets import CIFAR10, CIFAR100
 
     source = CIFAR10 if name == "cifar10" else CIFAR100
     root = root.expanduser()
@@ -253,13 +248,13 @@ def _load_cifar(name: str, root: Path, *, download: bool) -> ImageArrays:
             try:
                 data = source(str(root), train=part == "train", download=download)
             except (OSError, RuntimeError) as error:
-                what = "cannot be downloaded" if download else f"is damaged in {unpacked}"
+                what = "cannot be downloaded" if download else f"in {unpacked} is damaged"
                 raise InputError(f"{name} {what}: {str(error).splitlines()[0]}") from error
             arrays[f"{part}_images"] = data.data
             arrays[f"{part}_labels"] = np.asarray(data.targets)
     else:
         raise InputError(
-            f"{name} is neither {packed} nor {unpacked}{os.sep}; --download fetches it"
+            f"{name} not found: neither {packed} nor {unpacked}{os.sep}; --download gets it"
         )
 
     def images(part: str) -> Tensor:
@@ -283,12 +278,10 @@ def _read_arrays(path: Path, *, num_classes: int) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as stored:
             missing = [key for key in wanted if key not in stored]
             arrays = {} if missing else {key: stored[key] for key in wanted}
-    except (
-        Exception
-    ) as error:  # a damaged archive fails in many ways: zip, zlib, header, end of file
+    except Exception as error:  # a damaged archive can fail in many ways
         raise InputError(f"{path} cannot be read: {error}") from error
     if missing:
-        raise InputError(f"{path} has no {' and no '.join(missing)}")
+        raise InputError(f"{path} lacks the arrays {', '.join(missing)}")
     for part in ("train", "test"):
         images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
         if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1 or not labels.size:
@@ -297,11 +290,11 @@ def _read_arrays(path: Path, *, num_classes: int) -> dict[str, np.ndarray]:
             )
         if images.dtype != np.uint8 or images.shape != (len(labels), 32, 32, 3):
             raise InputError(
-                f"{part}_images of {path} must be uint8 ({len(labels)}, 32, 32, 3) as its labels, "
+                f"{part}_images of {path} must be uint8 ({len(labels)}, 32, 32, 3), as its labels, "
                 f"got {images.dtype} {images.shape}"
             )
         if part == "train" and labels.min() == labels.max():
-            raise InputError(f"train_labels of {path} must be of two or more classes, got one")
+            raise InputError(f"train_labels of {path} must have two or more classes, got one")
         if labels.min() < 0 or labels.max() >= num_classes:
             raise InputError(
                 f"{part}_labels of {path} must be in [0, {num_classes}), "

@@ -1,7 +1,7 @@
-"""Augmentation of CIFAR (Section 4.1): crop, flip, AutoAugment, Cutout, batched on the device.
+"""Augmentation of CIFAR (Section 4.1): crop, flip, AutoAugment and Cutout, batched on the device.
 
-Images are uint8 (N, C, H, W) in and out. The functions are pure: what is random is an argument. An
-:class:`Augmentation` draws it from a key: the draws of image i depend on the key and i alone.
+Input and output are uint8 images (N, C, H, W). The functions are pure and take the random values as
+arguments. :class:`Augmentation` draws them from a key; those of image i depend only on key and i.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,15 +25,15 @@ __all__ = [
 
 
 def random_crop(images: Tensor, offsets: Tensor, *, padding: int = 4) -> Tensor:
-    """Crop every image, padded by reflection, back to its size at its own offset.
+    """Pad every image by reflection and crop it back to its size at its own offset.
 
     Equivalent to ``F.pad(image, [padding] * 4, mode="reflect")[:, y : y + H, x : x + W]`` for each
-    image and its offset (y, x), by index arithmetic and one gather.
+    image and its offset (y, x), but by index arithmetic and one gather.
 
     Args:
         images: images of any type.
         offsets: row and column in the padded image, in ``[0, 2 * padding]``.
-        padding: pixels added on each side, fewer than the image has.
+        padding: pixels added on each side; must be smaller than the image.
 
     Shape:
         images (N, C, H, W), offsets (N, 2); output (N, C, H, W).
@@ -44,7 +44,7 @@ def random_crop(images: Tensor, offsets: Tensor, *, padding: int = 4) -> Tensor:
 
 
 def random_flip(images: Tensor, flip: Tensor) -> Tensor:
-    """Mirror the images whose entry of ``flip`` is true, left to right.
+    """Flip images horizontally where ``flip`` is true.
 
     Shape:
         images (N, C, H, W), flip (N,) bool; output (N, C, H, W).
@@ -61,11 +61,11 @@ def crop_and_flip(images: Tensor, offsets: Tensor, flip: Tensor, *, padding: int
 
 
 def cutout(images: Tensor, centre: Tensor, *, size: int = 16) -> Tensor:
-    """Blacken one square of every image, clipped at the border (DeVries and Taylor, 2017).
+    """Set one square of every image to zero, clipped at the border (DeVries and Taylor, 2017).
 
     Args:
         images: images before normalisation.
-        centre: row and column of the pixel to the lower right of the square's middle.
+        centre: row and column of the pixel to the lower right of the centre of the square.
         size: side of the square.
 
     Shape:
@@ -80,35 +80,34 @@ def cutout(images: Tensor, centre: Tensor, *, size: int = 16) -> Tensor:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Random augmentation in two parts: what has fixed shapes per step, the rest once per epoch.
+    """Random augmentation in two parts: one for every step, one for every epoch.
 
     A loop over a data set on the device reads
 
         images = train_images if augment.epoch is None else augment.epoch(train_images, epoch_key)
         batch = augment.step(images[indices], step_key)  # in every step
 
-    ``step`` does not synchronise, and its shapes are fixed: it can be compiled and captured in a
-    CUDA graph. ``epoch`` is None unless AutoAugment, where each image has operations of its own, is
-    among the names; then it crops, flips and augments the whole set, and ``step`` does what comes
-    after (Cutout).
+    ``step`` does not synchronise and has fixed shapes, so it can be compiled and captured in a CUDA
+    graph. With AutoAugment, where every image has its own operations, ``epoch`` crops, flips and
+    augments the whole data set, and ``step`` does the rest (Cutout). Otherwise ``epoch`` is None.
     """
 
-    names: tuple[str, ...]  # out of AUGMENTATIONS, in that order
-    padding: int = 4  # of the crop, pixels
-    hole: int = 16  # side of Cutout's square, pixels
+    names: tuple[str, ...]  # names of AUGMENTATIONS, in that order
+    padding: int = 4  # padding of the crop in pixels
+    hole: int = 16  # side of Cutout's square in pixels
 
     @property
     def epoch(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """Function of (all images, key), or None where every operation fits into the step."""
+        """Function of (all images, key), or None if ``step`` does everything."""
         return self._autoaugment if "autoaugment" in self.names else None
 
     def step(self, images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
-        """Augment one batch; with ``start`` it is the slice of a larger batch from there on.
+        """Augment a batch, or the part of a larger batch that begins at ``start``.
 
         Args:
             images: batch of uint8 images, on the key's device.
             key: key of this run and step (see :mod:`isda.experiments.data.counter_rng`).
-            start: place of the first image in the whole batch, for a rank that holds a part of it.
+            start: index of the first image in the batch of all ranks.
 
         Shape:
             images (N, C, H, W); output (N, C, H, W).
@@ -140,11 +139,11 @@ class Augmentation:
 
 
 def create_augmentation(names: Iterable[str], *, padding: int = 4, hole: int = 16) -> Augmentation:
-    """Augmentation from names out of ``AUGMENTATIONS``, always applied in the order listed there.
+    """Augmentation from names; the order is always that of ``AUGMENTATIONS``.
 
     Args:
-        names: operations to apply; none of them leaves the images as they are.
-        padding: pixels of reflection that the crop may shift by.
+        names: operations to apply; without any, images do not change.
+        padding: maximum shift of the crop in pixels.
         hole: side of Cutout's square in pixels.
     """
     names = tuple(names)

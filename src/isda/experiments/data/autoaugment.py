@@ -1,8 +1,8 @@
-"""AutoAugment (Section 4.1) with its CIFAR-10 policy, every image with draws of its own.
+"""AutoAugment (Section 4.1) with the CIFAR-10 policy, drawn separately for every image.
 
-torchvision gives one draw to a whole batch and would need a Python loop over the images. Here all
-images that drew the same operation and magnitude go through torchvision's function together: some
-eighty calls for a data set of any size. The sizes of the groups are read back to the host, so this
+torchvision draws one policy per batch, so it would need a Python loop over the images. Here all
+images with the same operation and magnitude go through torchvision's function together, which takes
+about eighty calls for a data set of any size. The group sizes are read back to the host, so this
 runs between epochs and not inside a captured step.
 """
 
@@ -28,13 +28,13 @@ POLICY: tuple[tuple[tuple[str, float, int | None], ...], ...] = tuple(
 def autoaugment(images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
     """Apply to each image the two operations of a randomly drawn sub-policy.
 
-    Equivalent to torchvision's ``v2.AutoAugment(AutoAugmentPolicy.CIFAR10)`` on one image after the
-    other, were its draws those of :func:`draw_policies`.
+    Equivalent to torchvision's ``v2.AutoAugment(AutoAugmentPolicy.CIFAR10)`` on every image, with
+    the random choices of :func:`draw_policies`.
 
     Args:
         images: uint8 images of one or three channels, on the key's device.
         key: key of this run and epoch (see :mod:`isda.experiments.data.counter_rng`).
-        start: place of the first image in the whole set, where ``images`` is a slice of it.
+        start: index of the first image in the data set, if ``images`` is a slice of it.
 
     Shape:
         images (N, C, H, W); output (N, C, H, W).
@@ -48,7 +48,7 @@ def autoaugment(images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
         variant = index[choice, position, negative[:, position].long()]  # (N,)
         variant = torch.where(applied[:, position], variant, len(variants))
         counts = torch.bincount(variant, minlength=len(variants) + 1).tolist()
-        groups = variant.argsort(stable=True).split(counts)  # the last one stays as it is
+        groups = variant.argsort(stable=True).split(counts)  # the last group is not changed
         for (operation, magnitude), group in zip(variants, groups[:-1], strict=True):
             for rows in group.split(chunk) if len(group) else ():
                 images[rows] = _OPERATIONS[operation](images[rows], magnitude)
@@ -56,7 +56,7 @@ def autoaugment(images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
 
 
 def draw_policies(number: int, key: Tensor, *, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw each image's sub-policy, whether its two operations apply, and whether they are negated.
+    """Sub-policy of every image, whether its two operations apply, and whether they are negated.
 
     Shape:
         outputs (N,) int64 in [0, 25), (N, 2) bool, (N, 2) bool.
@@ -68,7 +68,7 @@ def draw_policies(number: int, key: Tensor, *, start: int = 0) -> tuple[Tensor, 
     return choice, applied, integers((number, 2), fold(key, 2), high=2, start=2 * start) == 1
 
 
-_CHUNK = 2**25  # values that one call may turn into float32 and int64
+_CHUNK = 2**25  # elements per call, which become float32 and int64
 
 _OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "ShearY": lambda images, magnitude: F.affine(
@@ -95,7 +95,7 @@ _OPERATIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @lru_cache
 def _variants(height: int, width: int) -> tuple[list[tuple[str, float]], list[list[list[int]]]]:
-    """All (operation, magnitude) of the policy, and their places: [sub-policy][position][sign]."""
+    """All (operation, magnitude) pairs, and their index by [sub-policy][position][sign]."""
     largest = {"ShearY": 0.3, "Rotate": 30.0}
     largest |= dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), 0.9)
     largest |= {"TranslateX": 150 / 331 * width, "TranslateY": 150 / 331 * height}
@@ -104,7 +104,7 @@ def _variants(height: int, width: int) -> tuple[list[tuple[str, float]], list[li
         if level is None:
             return operation, 0.0
         if operation == "Posterize":
-            return operation, 8 - round(level * 4 / 9)  # bits that are kept
+            return operation, 8 - round(level * 4 / 9)  # bits to keep
         if operation == "Solarize":
             return operation, 255.0 * float(torch.linspace(1, 0, 10)[level])
         return operation, sign * float(torch.linspace(0, largest[operation], 10)[level])

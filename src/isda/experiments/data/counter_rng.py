@@ -1,9 +1,9 @@
-"""Counter-based random numbers: a draw is a function of a key, a key of seed, step and purpose.
+"""Counter-based random numbers: functions of a key, which is made of seed, step and purpose.
 
-A generator has state that depends on who drew before. Here nobody did: the same key gives the same
-numbers on any device, alone or beside other runs, in eager mode, compiled or inside a CUDA graph,
-and a resumed run needs no generator state. The mixer is the 32-bit finaliser of MurmurHash3 in
-int64 arithmetic.
+Unlike a generator, a key has no state. The same key gives the same numbers on any device, with
+other runs side by side, in eager mode, compiled or in a CUDA graph, and a resumed run has no
+generator state to restore. The mixing function is the 32-bit finaliser of MurmurHash3 in int64
+arithmetic.
 """
 
 import math
@@ -18,7 +18,7 @@ _MASK = 0xFFFFFFFF
 
 
 def key(*parts: int, device: torch.device | str | None = None) -> Tensor:
-    """Key of a tuple of integers, such as ``key(seed, purpose)``: an int64 scalar on ``device``."""
+    """Key of some integers, such as ``key(seed, purpose)``: an int64 scalar on ``device``."""
     result = torch.zeros((), dtype=torch.int64, device=device)
     for part in parts:
         result = fold(result, part)
@@ -26,7 +26,7 @@ def key(*parts: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def fold(key: Tensor, part: int | Tensor) -> Tensor:
-    """New key from a key and an integer; keys of different parts are unrelated."""
+    """New key from a key and an integer; different integers give independent keys."""
     part = part & _MASK
     low, high = key & _MASK, key >> 32
     low = _mix((low + 0x9E3779B9 + _mix(part ^ 0x5BD1E995)) & _MASK)
@@ -35,7 +35,7 @@ def fold(key: Tensor, part: int | Tensor) -> Tensor:
 
 
 def bits(shape: tuple[int, ...], key: Tensor, *, start: int = 0) -> Tensor:
-    """Uniform integers in [0, 2³²) as int64; ``start`` skips that many, to draw a slice alone."""
+    """Uniform integers in [0, 2³²) as int64; ``start`` skips that many, for part of a batch."""
     return _words(shape, key, start).to(torch.int64) & _MASK
 
 
@@ -61,14 +61,14 @@ def permutation(length: int, key: Tensor) -> Tensor:
 
 
 def _words(shape: tuple[int, ...], key: Tensor, start: int) -> Tensor:
-    """Random 32-bit words as int32, which a GPU multiplies several times faster than int64."""
+    """Random 32-bit words as int32, which GPUs multiply several times faster than int64."""
     stop = start + math.prod(shape)
     index = torch.arange(start, stop, dtype=torch.int32, device=key.device).view(shape)
     return _mix_words(_mix_words(index ^ key.to(torch.int32)) + (key >> 32).to(torch.int32))
 
 
 def _mix_words(x: Tensor) -> Tensor:
-    """:func:`_mix` in int32, where products wrap around and shifts keep the sign."""
+    """:func:`_mix` in int32, where products wrap around and shifts are arithmetic."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * (0x85EBCA6B - 2**32)
     x = x ^ ((x >> 13) & 0x7FFFF)
@@ -77,7 +77,7 @@ def _mix_words(x: Tensor) -> Tensor:
 
 
 def _mix(x: Any) -> Any:
-    """The mixer on an integer of the host, or on int64 tensors that hold 32-bit numbers."""
+    """Mix a Python integer, or an int64 tensor of 32-bit values."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & _MASK
     x = x ^ (x >> 13)

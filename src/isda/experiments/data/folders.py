@@ -1,6 +1,6 @@
-"""Images in folders, one per class, read by worker processes: ImageNet and the user's own data.
+"""Images in one folder per class, decoded by worker processes: ImageNet and your own data.
 
-What is random about a sample depends on (seed, epoch, place in the data set) alone: not on the
+The random crop of an image depends only on seed, epoch and the index of the image: not on the
 number of workers or ranks, nor on the step at which a run was resumed.
 """
 
@@ -25,17 +25,17 @@ from isda.experiments.errors import InputError
 
 __all__ = ["FolderImages", "load_folder"]
 
-_Item = tuple[str, int, int | None]  # file, target, seed of its crop and flip or None for the test
+_Item = tuple[str, int, int | None]  # file, target, seed of crop and flip (None: test)
 _Batch = tuple[Tensor, Tensor]
 
 _TRAIN, _TEST = ("train", "training"), ("val", "valid", "validation", "test")
 
-_ORDER, _SAMPLE = 0xF0, 0xF1  # purposes of the keys
+_ORDER, _SAMPLE = 0xF0, 0xF1  # parts of the keys
 
 
 @dataclass(frozen=True, eq=False)
 class FolderImages:
-    """Image files with their classes, read in batches with ImageNet's usual crops and mean."""
+    """Image files and their classes, read in batches with the usual preprocessing of ImageNet."""
 
     name: str
     train_files: tuple[str, ...]
@@ -44,7 +44,7 @@ class FolderImages:
     test_target: Tensor
     class_names: tuple[str, ...]
     image_size: int = 224  # S, pixels
-    workers: int = 0  # processes that decode; 0 decodes in this one
+    workers: int = 0  # processes that decode; 0: decode in this process
     mean: tuple[float, ...] = (0.485, 0.456, 0.406)
     std: tuple[float, ...] = (0.229, 0.224, 0.225)
     _idle: list["_Loader"] = field(default_factory=list, init=False, repr=False)
@@ -55,7 +55,7 @@ class FolderImages:
         return len(self.class_names)
 
     def hold_out(self, number: int = 5000, *, seed: int = 0) -> "FolderImages":
-        """Validation split, see :meth:`isda.experiments.data.arrays.ImageArrays.hold_out`."""
+        """Validation split, as in :meth:`isda.experiments.data.arrays.ImageArrays.hold_out`."""
         kept, held = split(self.train_target, number, seed=seed)
         return replace(
             self,
@@ -75,18 +75,18 @@ class FolderImages:
         world: int = 1,
         start_step: int = 0,
     ) -> Iterator[_Batch]:
-        """Batches of an epoch in random order, cropped and flipped at random; the last is partial.
+        """Batches of an epoch in random order, randomly cropped and flipped.
 
         Args:
-            batch_size: images of all ranks together.
+            batch_size: batch size over all ranks; the last batch may be smaller.
             seed: seed of the run.
-            epoch: epoch, from 0.
-            rank: which contiguous part of each batch to yield; it may be empty.
-            world: number of parts.
-            start_step: batches to leave out, for a run that is resumed within an epoch.
+            epoch: epoch, counted from 0.
+            rank: rank whose part of each batch is returned; it may be empty.
+            world: number of ranks.
+            start_step: number of batches to skip, to resume within an epoch.
 
         Shape:
-            yields images float32 (N, 3, S, S) and target int64 (N,), pinned where there is a GPU.
+            yields images float32 (N, 3, S, S) and target int64 (N,), pinned if there is a GPU.
         """
         number = len(self.train_files)
         order = epoch_order(number, counter_rng.key(seed, _ORDER, epoch)).tolist()
@@ -102,7 +102,7 @@ class FolderImages:
         return self._read(batches())
 
     def test_batches(self, batch_size: int, *, rank: int = 0, world: int = 1) -> Iterator[_Batch]:
-        """Batches of the test part in its own order, resized and cropped at the centre."""
+        """Batches of the test images in order, resized and center-cropped."""
         number, target = len(self.test_files), self.test_target.tolist()
 
         def batches() -> Iterator[list[_Item]]:
@@ -114,7 +114,7 @@ class FolderImages:
         return self._read(batches())
 
     def _read(self, batches: Iterator[list[_Item]]) -> Iterator[_Batch]:
-        # workers live on and serve the next epoch; iterators used side by side have workers each
+        # workers are reused in the next epoch; concurrent iterators have separate workers
         loader = self._idle.pop() if self._idle else _Loader(self)
         try:
             yield from loader.read(batches)
@@ -131,15 +131,15 @@ def load_folder(
     skip_unreadable: bool = False,
     check: bool = True,
 ) -> FolderImages:
-    """Find the images of a folder; :func:`~isda.experiments.data.arrays.load_data` has the layout.
+    """Find the images of a folder in the layout that ``load_data`` describes.
 
     Args:
-        path: the folder.
+        path: folder of the data set.
         name: name of the data set.
-        image_size: side of the images, in pixels.
-        workers: processes that decode, and threads that check.
-        skip_unreadable: leave out what ``check`` finds, instead of raising.
-        check: decode every file once to find those that cannot be read.
+        image_size: side of the crops in pixels.
+        workers: number of processes that decode, and of threads that check.
+        skip_unreadable: skip the files that ``check`` finds instead of raising an error.
+        check: decode every file once to find unreadable ones.
     """
     if image_size < 1:
         raise InputError(f"image_size must be >= 1, got {image_size}")
@@ -147,27 +147,27 @@ def load_folder(
         raise InputError(f"workers must be >= 0, got {workers}")
     if not path.is_dir():
         raise InputError(f"{path} is not a folder" if path.exists() else f"{path} does not exist")
-    parts = {part.lower(): path / part for part in _class_names(path)}  # Train is train
+    parts = {part.lower(): path / part for part in _class_names(path)}  # Train counts as train
     tests = [parts[part] for part in _TEST if part in parts]
-    enough = 1 if tests else 2  # or else it is a class, with folders in it
+    enough = 1 if tests else 2  # otherwise it is a class that contains folders
     trains = [
         parts[part] for part in _TRAIN if part in parts and len(_class_names(parts[part])) >= enough
     ]
     train, test = (trains[0], next(iter(tests), None)) if trains else (path, None)
     misplaced = train == path and parts and {*parts} <= {*_TRAIN, *_TEST}
     if misplaced or (name == "imagenet" and test is None):
-        raise InputError(f"{path} must have folders of classes in train/ and val/")
+        raise InputError(f"{path} must have train/ and val/ with one folder per class")
     if test and not _class_names(test):
-        raise InputError(f"{test} must have a folder for each class, as {train} has")
+        raise InputError(f"{test} must have one folder per class, like {train}")
 
     class_names = _class_names(train)
     if len(class_names) < 2:
         raise InputError(
-            f"{train} must have a folder for each of two or more classes, got {len(class_names)}"
+            f"{train} must have folders of two or more classes, got {len(class_names)}"
         )
     strange = [c for c in _class_names(test) if c not in class_names] if test else []
     if strange:
-        raise InputError(f"{test} has classes that {train} has not: {_few(strange)}")
+        raise InputError(f"{test} has classes that {train} lacks: {_few(strange)}")
 
     samples = _samples(train, class_names)
     test_samples = _samples(test, class_names) if test else []
@@ -176,12 +176,12 @@ def load_folder(
         if bad and not skip_unreadable:
             raise InputError(
                 f"{len(bad)} of {len(samples) + len(test_samples)} images under {path} cannot be "
-                f"read (--skip-unreadable leaves them out): {_few(bad)}"
+                f"decoded (use --skip-unreadable to skip them): {_few(bad)}"
             )
         if bad:
             warnings.warn(
-                f"left out {len(bad)} of {len(samples) + len(test_samples)} images under {path} "
-                f"that cannot be read: {_few(bad)}",
+                f"skipped {len(bad)} of {len(samples) + len(test_samples)} images under {path} "
+                f"that cannot be decoded: {_few(bad)}",
                 stacklevel=2,
             )
         skipped = set(bad)
@@ -208,13 +208,13 @@ def load_folder(
         return found.hold_out(max(1, round(len(samples) / 5)))
     except InputError as error:
         raise InputError(
-            f"{train} has too few images to hold out one in five: {len(samples)} of "
+            f"{train} has too few images to hold out one in five: {len(samples)} images of "
             f"{len(class_names)} classes"
         ) from error
 
 
 class _Files(Dataset[tuple[Tensor, int]]):
-    """Reads the files that the items name, so that no worker needs the whole list."""
+    """Reads the files named by the items, so that workers do not copy the whole list."""
 
     def __init__(self, data: FolderImages) -> None:
         to_tensor = [
@@ -233,17 +233,17 @@ class _Files(Dataset[tuple[Tensor, int]]):
         try:
             with Image.open(file) as opened:
                 image = _to_rgb(opened)
-        except Exception as error:  # decoders raise all kinds
+        except Exception as error:  # decoders raise all kinds of errors
             raise InputError(f"{file} cannot be read: {error}") from error
         if seed is None:
             return self.test(image).as_subclass(Tensor), target
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reach the GPU's too
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU
             return self.train(image).as_subclass(Tensor), target
 
 
 class _Batches(Sampler[list[_Item]]):
-    """The batches to read next."""
+    """Batches to read next."""
 
     def __init__(self) -> None:
         self.items: Iterable[list[_Item]] = ()
@@ -253,7 +253,7 @@ class _Batches(Sampler[list[_Item]]):
 
 
 class _Loader:
-    """Worker processes that outlast an epoch, and end with the last reference to this object."""
+    """Worker processes that live for several epochs, until this object is deleted."""
 
     def __init__(self, data: FolderImages) -> None:
         self.batches = _Batches()
@@ -264,20 +264,20 @@ class _Loader:
             persistent_workers=data.workers > 0,
             collate_fn=partial(_collate, size=data.image_size),
             pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # leaves torch's own alone
+            generator=torch.Generator(),  # does not use torch's global one
         )
 
     def read(self, batches: Iterable[list[_Item]]) -> Iterator[_Batch]:
         self.batches.items = batches
         try:
-            for batch in self.loader:  # a pair, of which pinning makes a list
+            for batch in self.loader:  # pinning turns the pair into a list
                 yield batch[0], batch[1]
-        except InputError as error:  # from a worker it comes wrapped in a traceback
+        except InputError as error:  # workers wrap it in a traceback
             raise InputError(str(error).strip().rpartition("InputError: ")[2]) from None
 
 
 def _collate(samples: list[tuple[Tensor, int]], *, size: int) -> _Batch:
-    if not samples:  # a rank without a share in the last batch
+    if not samples:  # a rank without images in the last batch
         return torch.empty(0, 3, size, size), torch.empty(0, dtype=torch.int64)
     images, target = default_collate(samples)
     return images, target
@@ -300,16 +300,16 @@ def _absent(data: FolderImages) -> list[str]:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """The image in colours of 8 bits; of more bits the upper ones, which PIL would cut off."""
+    """Convert to 8-bit RGB; 16-bit images keep their upper 8 bits, where PIL would clip."""
     if image.mode.startswith("I"):
         values = np.asarray(image)
         if values.min() < 0 or values.max() > 0xFFFF:
-            raise ValueError("its integers have more than 16 bits")
+            raise ValueError("more than 16 bits per pixel: convert it to 8 bits first")
         if 0 < values.max() < 256:
-            raise ValueError("its 16 bits hold numbers of 8")
+            raise ValueError("16-bit image whose values fit in 8 bits: convert it to 8 bits first")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     elif image.mode == "F":
-        raise ValueError("its numbers are floating-point, of any range")
+        raise ValueError("floating-point image: convert it to 8 bits first")
     return image.convert("RGB")
 
 
@@ -317,15 +317,15 @@ def _unreadable(files: list[str], *, threads: int) -> list[str]:
     def readable(file: str) -> bool:
         try:
             with Image.open(file) as image:
-                image.draft("RGB", (1, 1))  # a JPEG at an eighth of its size: still reads it all
+                image.draft("RGB", (1, 1))  # decode a JPEG at 1/8 size: reads the whole file
                 image.load()
-                if image.mode[0] in "IF":  # not what every decoder gives
+                if image.mode[0] in "IF":  # only some decoders return these
                     _to_rgb(image)
-        except Exception:  # decoders raise all kinds
+        except Exception:  # decoders raise all kinds of errors
             return False
         return True
 
-    with ThreadPoolExecutor(threads) as pool:  # decoders release the interpreter's lock
+    with ThreadPoolExecutor(threads) as pool:  # decoders release the GIL
         return [
             file for file, good in zip(files, pool.map(readable, files), strict=True) if not good
         ]

@@ -1,4 +1,4 @@
-"""The paper's networks by name (Section 5, Appendix B), and any model of timm as ``timm:NAME``."""
+"""The paper's networks by name (Section 5, Appendix B), and timm models as ``timm:NAME``."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -21,10 +21,10 @@ from isda.experiments.networks.network import Network
 from isda.experiments.networks.resnet import resnet8, resnet32, resnet110, se_resnet110
 from isda.experiments.networks.resnext import resnext29_8x64d
 from isda.experiments.networks.shake_shake import shake_shake26_2x32d, shake_shake26_2x112d
-from isda.experiments.networks.stochastic import bind_draws
+from isda.experiments.networks.stochastic import bind_key
 from isda.experiments.networks.wide_resnet import wide_resnet16_8, wide_resnet28_10
 
-__all__ = ["NETWORKS", "Network", "bind_draws", "create_network", "own_image_size"]
+__all__ = ["NETWORKS", "Network", "bind_key", "create_network", "own_image_size"]
 
 NETWORKS: Mapping[str, Callable[..., Network]] = {
     builder.__name__: builder
@@ -63,11 +63,10 @@ def create_network(
 
     Args:
         name: a key of ``NETWORKS``, or ``timm:NAME``.
-        num_classes: C, the number of logits.
-        in_channels: channels of the images; the ImageNet networks take 3.
-        drop_rate: dropout rate of the networks that have a place for it: not ResNeXt, Shake-Shake
-            and the ImageNet ResNets.
-        generator: CPU generator that the initial weights are a function of; torch's own if None.
+        num_classes: number of classes C.
+        in_channels: channels of the images; the ImageNet networks require 3.
+        drop_rate: dropout rate; ResNeXt, Shake-Shake and the ImageNet ResNets have no dropout.
+        generator: CPU generator of the initial weights; by default torch's global one.
 
     Example:
         >>> network = create_network("resnet32", num_classes=100)
@@ -96,17 +95,17 @@ def create_network(
 
 
 def own_image_size(name: str) -> int | None:
-    """Side of the images that a model of timm is made for; None if the network takes any."""
+    """Image size that a timm model was designed for; None for other networks."""
     if not name.startswith("timm:"):
         return None
-    from isda.experiments.networks.timm import image_size  # slow to import, seldom needed
+    from isda.experiments.networks.timm import image_size  # slow to import
 
     return image_size(name.removeprefix("timm:"))
 
 
 def _builder(name: str) -> Callable[..., Network]:
     if name.startswith("timm:"):
-        from isda.experiments.networks.timm import TimmNetwork  # slow to import, seldom needed
+        from isda.experiments.networks.timm import TimmNetwork  # slow to import
 
         return partial(TimmNetwork, name.removeprefix("timm:"))
     if name not in NETWORKS:

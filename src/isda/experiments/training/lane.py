@@ -26,7 +26,7 @@ from isda.experiments.data.augmentation import Augmentation, create_augmentation
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import create_criterion
-from isda.experiments.networks import Network, bind_draws, create_network
+from isda.experiments.networks import Network, bind_key, create_network
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.settings import Recipe
 from isda.experiments.training.metrics import classification_metrics
@@ -91,7 +91,7 @@ class Lane:
         self.network_key = counter_rng.key(seed, _NETWORK, device=device)
         self.step_key = torch.zeros_like(self.network_key)  # for the random layers of the network
         self.results = torch.zeros(4, device=device)  # set by evaluate
-        self._random = bind_draws(self.network, self.step_key) > 0
+        self._random = bind_key(self.network, self.step_key) > 0
 
         self.parameters = list(self.network.parameters())
         self.optimizer = torch.optim.SGD(
@@ -172,7 +172,7 @@ class Lane:
         """One training step on the next ``size`` images of all ranks, without synchronisation."""
         part = rank_slice(size, rank=self.rank, world=self.world)
         if self.world > 1:
-            bind_draws(self.network, self.step_key, offset=part.start)
+            bind_key(self.network, self.step_key, offset=part.start)
         images, target = self._batch(part)
         self.zero_grad()
         with self._autocast():
