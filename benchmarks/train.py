@@ -41,7 +41,8 @@ COLUMNS = {  # header of the Markdown table
 }
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", default="cifar100", choices=list(SHAPES))
     parser.add_argument("--networks", nargs="+", default=["resnet32"])
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
     parser.add_argument("--table", type=Path, help="print a CSV file as a Markdown table and exit")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     for name in ("epochs", "images", "side_by_side"):
         value = getattr(arguments, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:

@@ -642,7 +642,8 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
+    method = "spawn" if torch.cuda.is_available() else "fork"  # saves the imports
+    mp.start_processes(work, args=(str(folder),), nprocs=2, start_method=method)
     return [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(2)]
 
 

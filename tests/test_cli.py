@@ -19,6 +19,7 @@ from PIL import Image
 from isda import __version__
 from isda.experiments.arguments import TrainArguments, _one_line, parse_recipe
 from isda.experiments.cli import main
+from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import RECIPES, run_name
 from isda.experiments.records import Run, load_runs, summary
@@ -231,8 +232,9 @@ def test_without_the_extra(refused: Callable[..., str], monkeypatch: pytest.Monk
         assert message.startswith("no module named tyro; install the extra: pip install -e")
 
 
-def test_printing_does_not_import_the_training_code() -> None:
-    root = Path(__file__).parents[1]
+@pytest.fixture(scope="module")
+def printed() -> subprocess.CompletedProcess[str]:
+    """What the commands that only print write to an ASCII terminal, and the modules they import."""
     code = """
 import sys
 from isda.experiments.cli import main
@@ -241,21 +243,30 @@ for words in sys.argv[1:]:
 print(*sys.modules, file=sys.stderr)
 """
     costs = "cost --table results/benchmarks/cost_cifar100_h200.csv"
-    command = [sys.executable, "-c", code, "list", "report", "table 2", costs]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    assert "cifar100-resnet32-isda" in done.stdout
-    loaded = set(done.stderr.split())
+    return subprocess.run(
+        [sys.executable, "-c", code, "list", "report", "table 2", costs],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_printing_does_not_import_the_training_code(
+    printed: subprocess.CompletedProcess[str],
+) -> None:
+    assert "cifar100-resnet32-isda" in printed.stdout
+    loaded = set(printed.stderr.split())
     assert "isda.experiments.cli" in loaded
     slow = {"torchvision", "timm", "sklearn", "matplotlib", "jinja2"}
     own = {f"isda.experiments.{name}" for name in ("training", "networks", "losses", "data")}
-    assert not loaded & (slow | own)
+    assert loaded & (slow | own) == set()
 
 
-def test_a_terminal_without_greek() -> None:
-    command = [sys.executable, "-m", "isda.experiments.cli", "list"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert re.search(r"^recipe +paper % +ours % \(runs\) +\?\? +epochs$", done.stdout, re.MULTILINE)
+def test_a_terminal_without_greek(printed: subprocess.CompletedProcess[str]) -> None:
+    header = r"^recipe +paper % +ours % \(runs\) +\?\? +epochs$"
+    assert re.search(header, printed.stdout, re.MULTILINE)
 
 
 # Help
@@ -543,9 +554,17 @@ def test_compare_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(header) >= 3
 
 
-@pytest.mark.slow
-def test_report_of_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
-    """The bundled recipes at full length: the page has the numbers of the raw records."""
+def test_report_of_the_digits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default recipes on some images: the page has the numbers of the raw records."""
+
+    def some_digits(*_: object, **__: object) -> ImageArrays:
+        digits = load_data("digits")
+        assert isinstance(digits, ImageArrays)
+        return digits.hold_out(1280)  # trains on 158, tests on 1280
+
+    monkeypatch.setattr("isda.experiments.training.loop.load_data", some_digits)
     assert main(["compare", "--seeds", "0", "1", "--device", "cpu"]) == 0
     capsys.readouterr()
     assert main(["report", "--page", "report.html"]) == 0

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import timm
@@ -61,7 +62,8 @@ IMAGENET = {  # with 1000 classes
 
 def test_every_network_of_the_paper_has_its_name() -> None:
     assert set(NETWORKS) == {*CIFAR, *IMAGENET, "resnet8"}
-    assert all(builder.__name__ == name for name, builder in NETWORKS.items())
+    for name, module in NETWORKS.items():
+        assert hasattr(import_module(f"isda.experiments.networks.{module}"), name)
 
 
 @pytest.mark.parametrize("name", [*CIFAR, *IMAGENET])

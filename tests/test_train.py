@@ -481,7 +481,7 @@ def test_a_run_that_is_there_is_not_overwritten(options: Options, uninterrupted:
     ("recipe", "changes", "message"),
     [
         ({"data": "digitz"}, {}, "unknown data set 'digitz'; did you mean digits"),
-        ({"data": "cifar10"}, {"data_root": Path("nowhere")}, "cifar10 is neither nowhere"),
+        ({"data": "cifar10"}, {"data_root": Path("nowhere")}, "cifar10 not found: neither nowhere"),
         ({"network": "resnet33"}, {}, "unknown network 'resnet33'; did you mean resnet32"),
         ({"hold_out": 1438}, {}, "must be between 1 and 1437, got 1438"),
         ({"network": "resnet50", "drop_rate": 0.0}, {}, "in_channels of resnet50 must be 3"),

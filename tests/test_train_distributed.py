@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import pytest
 import torch
 
+from isda.experiments.cli import main
 from isda.experiments.recipes import RECIPES
-from isda.experiments.records import Run, load_runs
+from isda.experiments.records import load_runs
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
@@ -43,16 +45,7 @@ def options(tmp_path: Path) -> Options:
     return Options(out=tmp_path / "runs", device="cpu", checkpoint_seconds=0)
 
 
-def train_as_rank(
-    rank: int, port: int, plans: list[Plan], options: Options, until: int | None
-) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def train_as_rank(rank: int, plans: list[Plan], options: Options, until: int | None) -> None:
     begin = Lane.begin_epoch
 
     def begin_epoch(lane: Lane) -> None:
@@ -65,18 +58,31 @@ def train_as_rank(
     assert len(runs) == (len(plans) if rank == 0 else 0)  # rank 0 writes
 
 
-def train_on_two(plans: list[Plan], options: Options, *, until: int | None = None) -> list[Run]:
-    """What torchrun does, without a second to import torch for each process.
+def command_as_rank(rank: int, words: list[str], folder: Path) -> None:
+    with open(folder / f"stderr{rank}", "w") as file, contextlib.redirect_stderr(file):
+        code = main(words)
+    sys.exit(code)
 
-    Both stop at the beginning of epoch ``until``.
-    """
+
+def as_rank(rank: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    work(rank, *arguments)
+
+
+def on_two(work: Callable[..., None], *arguments: Any) -> list[int | None]:
+    """Exit codes of two processes, started like those of torchrun, but without the imports."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
     ranks = [
-        context.Process(target=train_as_rank, args=(rank, port, plans, options, until))
-        for rank in range(WORLD)
+        context.Process(target=as_rank, args=(rank, port, work, arguments)) for rank in range(WORLD)
     ]
     for process in ranks:
         process.start()
@@ -85,17 +91,24 @@ def train_on_two(plans: list[Plan], options: Options, *, until: int | None = Non
         process.join(10)  # one that fails leaves the other waiting
         process.kill()
         process.join()
-    assert [process.exitcode for process in ranks] == [0] * WORLD
+    return [process.exitcode for process in ranks]
+
+
+def train_on_two(
+    plans: list[Plan], options: Options, *, until: int | None = None
+) -> list[RunFolder]:
+    """Train on two processes, which stop at the beginning of epoch ``until``."""
+    assert on_two(train_as_rank, plans, options, until) == [0] * WORLD
     return [RunFolder(options.out / plan.name / str(plan.seed)) for plan in plans]
 
 
-def checkpoint(run: Run) -> dict[str, Any]:
+def checkpoint(run: RunFolder) -> dict[str, Any]:
     state = run.load()
     assert state is not None
     return state
 
 
-def assert_close_runs(one: Run, other: Run, *, close: float = CLOSE) -> None:
+def assert_close_runs(one: RunFolder, other: RunFolder, *, close: float = CLOSE) -> None:
     assert len(one.metrics()) == len(other.metrics()) == one.recipe.epochs
     number = 359  # test images
     for line, expected in zip(one.metrics(), other.metrics(), strict=True):
@@ -180,30 +193,15 @@ def test_resume_on_two_processes(options: Options) -> None:
 
 def test_torchrun(tmp_path: Path) -> None:
     """The command line under torchrun, both methods: one table, and the runs of one process."""
-    flags = ["--epochs", "2", "--batch-size", "481", "--learning-rate", "0.02"]
-    flags += ["--seeds", "0", "--device", "cpu"]
+    words = ["compare", "--epochs", "1", "--batch-size", "481", "--learning-rate", "0.02"]
+    words += ["--seeds", "0", "--device", "cpu", "--out", str(tmp_path / "two")]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
-    command += ["--standalone", "-m", "isda.experiments.cli", "compare", *flags]
-    result = subprocess.run(
-        [*command, "--out", str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command += ["--standalone", "-m", "isda.experiments.cli", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     assert result.stdout.count("test error, %") == 1
-    again = subprocess.run(
-        [*command, "--out", str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert again.stderr.count("isda: ") == WORLD
-    assert "already holds a run: use --resume" in again.stderr
-    assert "isda: another process has stopped" in again.stderr
-    assert "in train\n" not in again.stderr  # no traceback of ours; torchrun has its own
-    recipe = replace(RECIPES["digits-resnet8-isda"], epochs=2, batch_size=481, learning_rate=0.02)
+    recipe = replace(RECIPES["digits-resnet8-isda"], epochs=1, batch_size=481, learning_rate=0.02)
     two = [RunFolder(run.folder) for run in load_runs(tmp_path / "two")]
     plans = [Plan(recipe.method, recipe, 0) for recipe in (recipe.baseline(), recipe)]
     one = train(plans, Options(out=tmp_path / "one", device="cpu"))
@@ -211,3 +209,9 @@ def test_torchrun(tmp_path: Path) -> None:
     for run, other in zip(two, one, strict=True):
         assert run.recipe == other.recipe
         assert_close_runs(run, other)
+
+    # once more, both processes stop because of the run that only rank 0 sees
+    assert on_two(command_as_rank, words, tmp_path) == [2, 2]
+    first, second = ((tmp_path / f"stderr{rank}").read_text() for rank in range(WORLD))
+    assert "already holds a run: use --resume" in first
+    assert second == "isda: another process has stopped: see its message\n"

@@ -83,7 +83,6 @@ def _compare(words: list[str]) -> None:
     """Train with cross entropy and with ISDA, and compare over seeds."""
     from isda.experiments.arguments import TrainArguments, parse_recipe
     from isda.experiments.report.comparison import comparison, comparison_table
-    from isda.experiments.report.pages import write_comparison_page
     from isda.experiments.training.loop import Plan, train
 
     given, start, start_name = parse_recipe(
@@ -101,6 +100,8 @@ def _compare(words: list[str]) -> None:
     runs = train(plans, given.options)
     if not runs:
         return  # only rank 0 has the records
+    from isda.experiments.report.pages import write_comparison_page  # imports matplotlib
+
     result = comparison(runs, *sides)
     page = given.options.out / f"{result.method.name}.html"
     write_comparison_page(page, result)
