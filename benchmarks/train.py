@@ -1,4 +1,4 @@
-"""Speed of training: seconds per epoch, images/s, TFLOP/s and peak memory, CE beside ISDA.
+"""Speed of training: seconds per epoch, images/s, TFLOP/s and peak memory of CE and ISDA.
 
     python benchmarks/train.py --networks resnet32 wide_resnet28_10 --side-by-side 1 6
 

@@ -52,7 +52,7 @@ class SearchArguments(TrainArguments):
     """Arguments of ``isda search``."""
 
     candidates: tuple[float, ...] | None = None
-    """Values of lambda_0 to try (default: 0.1 0.25 0.5 0.75 1, for imagenet 1 2.5 5 7.5 10).
+    """Values of lambda_0 to try; None: 0.1 0.25 0.5 0.75 1, for imagenet 1 2.5 5 7.5 10.
     Without --hold-out, a tenth of the training images is held out (imagenet: 50,000)."""
 
     final_seeds: tuple[int, ...] = (0, 1, 2)
@@ -73,7 +73,7 @@ class TableArguments:
     """Train what this cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method."""
 
     results: Path | None = None
-    """Folder of run records to show, without --cell (default: runs, else results)."""
+    """Folder of run records to show, without --cell; None: runs, else results."""
 
     dry_run: bool = False
     """Print the commands that would train the cell, and exit."""
@@ -82,10 +82,10 @@ class TableArguments:
     """One run of each recipe per seed."""
 
     epochs: int | None = None
-    """Override the epochs of the recipes."""
+    """Epochs; None: as in the recipes."""
 
     batch_size: int | None = None
-    """Override the batch size of the recipes."""
+    """Batch size; None: as in the recipes."""
 
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
     """How to run the training."""
@@ -120,7 +120,7 @@ class ReportArguments:
     """Arguments of ``isda report``."""
 
     runs: Path | None = None
-    """Folder of runs or run records (default: runs, else results)."""
+    """Folder of runs or run records; None: runs, else results."""
 
     export: Path | None = None
     """Copy the records of finished runs, without checkpoints, to this folder."""
@@ -146,16 +146,16 @@ class CostArguments:
     """Measure time and memory on this machine, next to the theoretical cost."""
 
     num_classes: int | None = None
-    """Number of classes (default: 1000; CIFAR networks 100)."""
+    """Number of classes; None: 1000, for CIFAR networks 100."""
 
     image_size: int | None = None
-    """Side of the images (default: 224; CIFAR networks 32; timm models their own)."""
+    """Side of the images; None: 224, for CIFAR networks 32, for timm models their own."""
 
     batch_size: int | None = None
-    """Images per step (default: 256; CIFAR networks as in their recipe; 8 on a CPU)."""
+    """Images per step; None: 256, for CIFAR networks as in their recipe, on a CPU 8."""
 
     steps: int | None = None
-    """Steps per measurement (default: 20; 2 on a CPU)."""
+    """Steps per measurement; None: 20, on a CPU 2."""
 
     repeats: int = 5
     """Measurements of each case, interleaved; the median counts."""
@@ -178,7 +178,7 @@ class ListArguments:
     """Arguments of ``isda list``."""
 
     results: Path | None = None
-    """Folder of run records (default: runs, else results)."""
+    """Folder of run records; None: runs, else results."""
 
 
 def parse(

@@ -58,7 +58,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run(command: str, words: list[str]) -> None:
-    """Run a command with the words behind it; raises InputError for a mistake of the user."""
+    """Run a command with the words behind it; raises InputError for invalid input."""
     if command not in _COMMANDS:
         raise unknown("command", command, _COMMANDS)
     _COMMANDS[command](words)

@@ -18,7 +18,7 @@ from isda.experiments.cost_records import (
     measured_lines,
     write_costs,
 )
-from isda.experiments.errors import InputError, refusing
+from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.networks import create_network
 from isda.experiments.report.costs import cost_table, costs_markdown
 from isda.experiments.training.device import join_processes
@@ -51,7 +51,7 @@ def theoretical_cost(
     num_classes, shape = image_shape(isda_recipe(network), num_classes, image_size)
     with torch.device("meta"):
         model = create_network(network, num_classes=num_classes, in_channels=shape[0])
-    with refusing(f"{network} does not accept {shape[-1]} x {shape[-1]} images"):
+    with as_input_error(f"{network} does not accept {shape[-1]} x {shape[-1]} images"):
         number = multiply_adds(model, shape)
     return TheoreticalCost(
         network,

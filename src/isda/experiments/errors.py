@@ -4,7 +4,7 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
-__all__ = ["InputError", "RunError", "refusing", "unknown"]
+__all__ = ["InputError", "RunError", "as_input_error", "unknown"]
 
 
 class InputError(ValueError):
@@ -12,7 +12,7 @@ class InputError(ValueError):
 
 
 class RunError(InputError):
-    """A run that cannot go on or cannot be written; earlier files are intact."""
+    """A run that cannot continue or cannot be written; earlier files are intact."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
@@ -23,10 +23,10 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
 
 
 @contextlib.contextmanager
-def refusing(mistake: str) -> Iterator[None]:
+def as_input_error(message: str) -> Iterator[None]:
     """Turn errors that a network raises for unsuitable images into an InputError."""
     try:
         yield
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{mistake}: {reason}") from error
+        raise InputError(f"{message}: {reason}") from error

@@ -228,7 +228,7 @@ class Options:
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
     data_root: Path | None = None
-    """Folder of CIFAR (default: data) or of ImageNet."""
+    """Folder of ImageNet, or of CIFAR (None: data)."""
 
     download: bool = False
     """Download CIFAR if it is missing."""
@@ -237,7 +237,7 @@ class Options:
     """Skip image files that cannot be decoded."""
 
     workers: int | None = None
-    """Processes that decode image files (default: one per CPU core, at most 16)."""
+    """Processes that decode image files; None: one per CPU core, at most 16."""
 
     side_by_side: int = 0
     """Runs to train at the same time on a GPU; 0 chooses 1 to 6 by the size of the network."""

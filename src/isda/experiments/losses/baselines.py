@@ -113,7 +113,7 @@ def center_loss(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
     Shape:
         features (N, A), centers (C, A), target (N,); output (N,).
     """
-    _, apart = _apart(features, centers, target)
+    _, apart = _differences(features, centers, target)
     return 0.5 * apart.square().sum(1)
 
 
@@ -298,7 +298,7 @@ def create_criterion(
     return builders[recipe.method]()
 
 
-def _apart(features: Tensor, centers: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _differences(features: Tensor, centers: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Class and a − c_y of every sample; class 0 and zeros for ignored samples."""
     counted = target != IGNORED
     index = torch.where(counted, target, 0)
@@ -307,7 +307,7 @@ def _apart(features: Tensor, centers: Tensor, target: Tensor) -> tuple[Tensor, T
 
 def _center_sums(features: Tensor, centers: Tensor, target: Tensor) -> Tensor:
     """Σ (c_j − a_i) over the samples of each class, and their number as the last column."""
-    index, apart = _apart(features, centers, target)
+    index, apart = _differences(features, centers, target)
     rows = torch.cat((-apart, (target != IGNORED)[:, None].to(apart.dtype)), 1)  # (N, A + 1)
     return rows.new_zeros(len(centers), rows.shape[1]).index_add(0, index, rows)
 

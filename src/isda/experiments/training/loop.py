@@ -20,7 +20,7 @@ from tqdm import tqdm
 from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError, RunError, refusing
+from isda.experiments.errors import InputError, RunError, as_input_error
 from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import choose_kernels, join_processes
@@ -52,7 +52,7 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
     with (
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
-        contextlib.ExitStack() as held,
+        contextlib.ExitStack() as locks,
     ):
         for group, data in _groups(plans, options, device):
             lanes = [
@@ -61,7 +61,7 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
             ]
             if not begun:
                 with _together():
-                    runs = _begin(plans, lanes[0], options, held) if rank == 0 else {}
+                    runs = _begin(plans, lanes[0], options, locks) if rank == 0 else {}
                 begun = True
             for lane, number in zip(lanes, group, strict=True):
                 _restore(lane, runs.get(number))
@@ -70,7 +70,7 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
 
 
 def _begin(
-    plans: Sequence[Plan], lane: Lane, options: Options, held: contextlib.ExitStack
+    plans: Sequence[Plan], lane: Lane, options: Options, locks: contextlib.ExitStack
 ) -> dict[int, RunFolder]:
     """Create and lock the run folders; an input error leaves no folders behind."""
     _require_fit(lane)
@@ -88,7 +88,7 @@ def _begin(
         for number, plan in enumerate(plans)
     }
     for run in runs.values():
-        held.enter_context(run.lock())
+        locks.enter_context(run.lock())
     return runs
 
 
@@ -101,14 +101,14 @@ def _require_fit(lane: Lane) -> None:
     images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
     lane.network.eval()
     with torch.no_grad():
-        with refusing(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
+        with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
             logits = lane.network(images)
         lane.network.check(images, logits)
     lane.network.train()
     if (lane.num_images - 1) % recipe.batch_size:
         return
     with (
-        refusing(
+        as_input_error(
             f"{recipe.network} cannot train on the last batch, a single image of "
             f"{lane.num_images}: choose a batch_size other than {recipe.batch_size}"
         ),
@@ -122,14 +122,14 @@ def _require_fit(lane: Lane) -> None:
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
     """Stop all processes if one of them raises an InputError, which would leave others waiting."""
-    mistake = None
+    failure = None
     try:
         yield
     except InputError as error:
-        mistake = error
-    _, found = distributed.agree(0, mistake is not None, None)
-    if mistake is not None:
-        raise mistake
+        failure = error
+    _, found = distributed.agree(0, failure is not None, None)
+    if failure is not None:
+        raise failure
     if found:
         raise InputError("another process has stopped: see its message")
 
@@ -314,7 +314,7 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
 
 
 def _writer(run: RunFolder | None, options: Options, epoch: int) -> Any:
-    """TensorBoard writer, or None; epochs after the checkpoint are written anew."""
+    """TensorBoard writer, or None; epochs after the checkpoint are rewritten."""
     if run is None or not options.tensorboard:
         return None
     return _summary_writer()(str(run.folder), purge_step=epoch)
