@@ -76,7 +76,7 @@ def test_padding_must_be_smaller_than_the_image(device: torch.device) -> None:
 
 
 def decode(result: Tensor) -> Tensor:
-    """Which pixel of the original each output pixel shows, for images that hold their own index."""
+    """Index of the source pixel of every output pixel, for images that contain their indices."""
     return result[:, 0].long() + 256 * result[:, 1].long()
 
 
@@ -191,7 +191,7 @@ SIGNED |= {"Sharpness"}
 def torchvision_autoaugment(
     images: Tensor, key: Tensor, monkeypatch: pytest.MonkeyPatch, start: int = 0
 ) -> Tensor:
-    """torchvision's own transform on one image after the other, with its random calls answered."""
+    """torchvision's transform on every image, with its random calls replaced by given values."""
     transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
     choice, applied, negative = (d.tolist() for d in draw_policies(len(images), key, start=start))
 

@@ -1,4 +1,4 @@
-"""The baselines of Table 4: naive loops, limits, state, draws, ranks and a captured step."""
+"""The losses of Table 4: naive loops, limits, state, random numbers, ranks, compile and capture."""
 
 import copy
 import dataclasses
@@ -58,7 +58,7 @@ criteria = pytest.mark.parametrize("name", CRITERIA)
 
 
 def center(center_weight: float, **options) -> CenterLoss:
-    """A center loss after some training: its centers are anywhere."""
+    """A center loss with arbitrary centers, as after some training."""
     criterion = CenterLoss(A, C, center_weight=center_weight, **options)
     with torch.no_grad():
         criterion.centers.copy_(draw(N, C, A, seed=9, dtype=torch.float32).weight)
@@ -88,7 +88,7 @@ def probability(logits: Tensor, y: int) -> Tensor:
 
 
 def reference(criterion: nn.Module, x: Inputs) -> Tensor:
-    """Loss of a batch by a criterion's options."""
+    """Naive loss of a batch with the options of a criterion."""
     losses = []
     target = x.target
     if isinstance(criterion, DisturbLabelLoss):
@@ -189,14 +189,14 @@ def test_other_batch_sizes(name, samples, device):
 @criteria
 @pytest.mark.parametrize("ignored", [[0, 2, 3, 6], [*range(N)]], ids=["some", "all"])
 def test_ignored_labels_are_left_out(name, ignored, device):
-    """Loss, mean and gradients are those of the other samples alone; of none at all they are 0."""
+    """Loss and gradients are those of the other samples; without any, they are 0."""
     criterion, x = CRITERIA[name]().double().to(device), inputs(device)
     kept = torch.tensor([i for i in range(N) if i not in ignored], dtype=torch.int64, device=device)
     target = x.target.clone()
     target[ignored] = -100
     loss = call(criterion, x._replace(target=target))
     found = torch.autograd.grad(loss, [x.features, x.weight])
-    if name == "disturb_label":  # a label's place decides its draw
+    if name == "disturb_label":  # the index of a sample decides its random numbers
         key = counter_rng.key(criterion.seed, 0xD1, 0, device=device)
         drawn = disturb_label(x.target, key, num_classes=C, noise_rate=criterion.noise_rate)
         others, x = CrossEntropyLoss(), x._replace(target=drawn)
@@ -230,7 +230,7 @@ def test_ignored_labels_are_not_disturbed(device):
 
 @criteria
 def test_low_precision_inputs(name, device):
-    """Features and logits of an autocast network: the loss itself is float32."""
+    """Features and logits of an autocast network: the loss is float32."""
     x = inputs(device, dtype=torch.float32)
     half = x.features.bfloat16()
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -259,7 +259,7 @@ def test_low_precision_inputs(name, device):
 def test_limit_is_cross_entropy(criterion, device):
     x, criterion = inputs(device), criterion.to(device)
     logits = F.linear(x.features, x.weight, x.bias)
-    # q = 1e-9 and β = 1e12 are near the limit, not in it
+    # q = 1e-9 and β = 1e12 are close to the limit
     close(call(criterion, x), F.cross_entropy(logits, x.target), tolerance=1e-7)
 
 
@@ -311,13 +311,13 @@ def test_large_margin_cosine_at_every_angle(margin):
     expected = (-1) ** k * torch.cos(margin * theta) - 2 * k
     found = large_margin_cosine(theta.cos(), margin=margin)
     close(found, expected)
-    assert (found.diff() < 0).all()  # ψ falls all the way from 1
+    assert (found.diff() < 0).all()  # ψ decreases monotonically from 1
     close(found[[0, -1]], torch.tensor([1.0, 1.0 - 2 * margin], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_margin_gradient_at_the_ends(dtype, device):
-    """Features along a row, against it, at right angles, and none at all."""
+    """Features parallel, antiparallel and orthogonal to a row, and zero features."""
     weight = torch.tensor([[3.0, 4.0], [0.3, 0.1]], dtype=dtype, device=device).requires_grad_()
     features = torch.tensor([[6.0, 8.0], [-6.0, -8.0], [-8.0, 6.0], [0.0, 0.0]], dtype=dtype)
     features = features.to(device).requires_grad_()
@@ -350,7 +350,7 @@ def test_beta_falls_as_in_the_original(device):
 def test_centers_move_as_in_the_original(center_weight, samples, device):
     """c_j moves by α Σ (a_i − c_j) / (1 + n_j), whatever the weight of the term."""
     criterion, x = center(center_weight).double().to(device), inputs(device, samples=samples)
-    x.target[-1] = -100  # does not count
+    x.target[-1] = -100  # ignored
     before = criterion.centers.clone()
     expected = before.clone()
     for j in range(C):
@@ -367,7 +367,7 @@ def test_centers_move_as_in_the_original(center_weight, samples, device):
 
 
 def test_centers_reach_the_class_means(device):
-    """With N = 128 and C = 100 they are there within an epoch of CIFAR, 390 steps."""
+    """With N = 128 and C = 100, an epoch of CIFAR (390 steps) is enough."""
     generator = torch.Generator().manual_seed(0)
     means = torch.randn(100, A, generator=generator)
     criterion = CenterLoss(A, 100).to(device)
@@ -375,7 +375,7 @@ def test_centers_reach_the_class_means(device):
         target = torch.randint(100, (128,), generator=generator)
         features = means[target].to(device)
         criterion(features, torch.zeros(100, A, device=device), target.to(device))
-    # a step with one sample covers a quarter of the way: (3/4)^390 with about one per class
+    # a step with one sample covers a quarter of the distance: (3/4)^390 remains
     close(criterion.centers.cpu(), means, tolerance=1e-6)
 
 
@@ -394,7 +394,7 @@ def test_noise_rate_and_uniformity(device):
     assert ((count - expected).abs() < 4.5 * deviation).all()  # all seven pass in 99.99 %
 
 
-def test_draws_are_fresh_in_every_step_and_place(device):
+def test_random_numbers_differ_between_steps_and_samples(device):
     """Which labels are disturbed is independent between steps and between neighbours."""
     samples, rate, classes = 100_000, 0.5, 1000
     target = torch.full((samples,), 1000, dtype=torch.int64, device=device)  # never drawn
@@ -413,7 +413,7 @@ def test_draws_are_fresh_in_every_step_and_place(device):
     assert abs(float(torch.corrcoef(pairs)[0, 1])) < 4 / both.sum() ** 0.5
 
 
-def test_a_place_decides_its_draw(device):
+def test_index_decides_the_random_numbers(device):
     target = torch.arange(20, device=device) % C
     key = counter_rng.key(1, device=device)
     options: dict[str, Any] = {"num_classes": C, "noise_rate": 0.5}
@@ -461,7 +461,7 @@ def test_state_round_trip(name, device):
     assert train(resumed.to(device), 2) == pytest.approx(whole[3:], rel=tolerance, abs=0)
 
 
-def test_what_has_no_state():
+def test_losses_without_state():
     for name in ("ce", "focal", "lq", "large_margin"):
         assert not CRITERIA[name]().state_dict()
     assert list(CRITERIA["disturb_label"]().state_dict()) == ["step"]
@@ -493,7 +493,7 @@ def test_attached_to_a_model(name, device):
 
 @pytest.mark.parametrize("criterion", [FocalLoss(alpha=1.0, gamma=0.0), center(0.0)])
 def test_attached_to_a_model_with_ignored_labels(criterion, device):
-    """In their limits the losses are torch's cross entropy, ignored labels and all."""
+    """In their limits the losses equal torch's cross entropy, also with ignored labels."""
     model, x = make_model().to(device), torch.randn(8, 4, device=device)
     target = torch.tensor([3, -100, -100, 1, 0, -100, 2, -100], device=device)
     attached = isda.attach(model, criterion.to(device))
@@ -543,7 +543,7 @@ def test_center_term_reaches_the_features(device):
 @criteria
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 def test_compiled(name, backend, device):
-    """The second backend recomputes what is cheap in the backward pass, as inductor does."""
+    """The second backend recomputes cheap operations in the backward pass, like inductor."""
     torch._dynamo.reset()
     criterion, eager = CRITERIA[name]().to(device), CRITERIA[name]().to(device)
     x = inputs(device, dtype=torch.float32)
@@ -563,7 +563,7 @@ def test_compiled(name, backend, device):
 @pytest.mark.gpu
 @criteria
 def test_captured_in_a_graph(name):
-    """Forward and backward replay without the host, and count their steps."""
+    """Forward and backward pass replay in a CUDA graph and update the state."""
     device = torch.device("cuda")
     criterion, eager = CRITERIA[name]().to(device), CRITERIA[name]().to(device)
     x = inputs(device, dtype=torch.float32)
@@ -592,7 +592,7 @@ def test_captured_in_a_graph(name):
 # Several ranks
 
 SPLITS = {"even": (4, 4), "uneven": (1, 6), "empty": (0, 5), "nothing": (0, 0), "ignored": (3, 5)}
-COLLECTIVE = ["disturb_label", "center"]  # more of other ranks than the number of samples
+COLLECTIVE = ["disturb_label", "center"]  # need more from other ranks than the number of samples
 
 
 def train(model: nn.Module, name: str, parts: tuple[int, ...], rank: int | None) -> dict[str, Any]:
@@ -651,11 +651,11 @@ def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
 @criteria
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_equal_one_process(ranks, name, split):
-    """Mean loss, averaged gradients and state; the labels disturbed are the same ones."""
+    """Mean loss, averaged gradients, state and disturbed labels are the same."""
     expected = train(make_model(), name, SPLITS[split], None)
     found = [record[name, split] for record in ranks]
     losses = torch.stack([torch.stack(record["losses"]) for record in found])
-    # float32: the parts of a sum are added in another order
+    # float32 sums in a different order
     close(losses.mean(0), torch.stack(expected["losses"]), tolerance=1e-5)
     for record in found:
         close(record["gradients"], expected["gradients"], tolerance=1e-5)

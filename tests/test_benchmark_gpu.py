@@ -1,4 +1,4 @@
-"""The script of all GPU records: every network of the paper, in commands that parsers take."""
+"""The script for all GPU records: it covers every network, and its commands are valid."""
 
 import importlib.util
 import sys
@@ -39,7 +39,7 @@ def test_all_networks_are_compiled_the_deepest_first(gpu: ModuleType) -> None:
     assert (len(names), {*names}) == (17, PAPER)
     assert names[0] == "densenet265"
     by_name = dict(zip(names, found, strict=True))
-    assert value(by_name["resnet50"], "--set") == "batch_size=256"  # that of isda cost
+    assert value(by_name["resnet50"], "--set") == "batch_size=256"  # as in isda cost
     assert value(by_name["densenet_bc100_12"], "--set") == "batch_size=64"
     assert value(by_name["resnet32"], "--images") == "256"
 
@@ -62,7 +62,7 @@ def test_networks_of_some_data(gpu: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("step", ["kernels", "train"])
-def test_commands_are_taken(
+def test_commands_are_valid(
     gpu: ModuleType,
     step: str,
     capsys: pytest.CaptureFixture[str],

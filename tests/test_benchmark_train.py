@@ -1,4 +1,4 @@
-"""The benchmark of training runs, and the tables of the documentation are those of the records."""
+"""The training benchmark runs, and the tables in the documentation match the records."""
 
 import csv
 import importlib.util
@@ -31,7 +31,7 @@ def main() -> Callable[[list[str]], None]:
 def run(
     main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """What the script prints."""
+    """Function that calls the script and returns its output."""
 
     def call(*words: str | Path) -> str:
         main([*map(str, words)])
@@ -48,7 +48,7 @@ def test_both_methods_are_timed(run: Callable[..., str], tmp_path: Path) -> None
     rows = list(csv.DictReader(out.open()))
     assert [(row["method"], row["batch_size"]) for row in rows] == [("ce", "16"), ("isda", "16")]
     for row in rows:
-        # seconds of the whole set of digits at the measured rate
+        # time of the whole data set at the measured rate
         rate = float(row["images_per_second"])
         assert float(row["seconds_per_epoch"]) == pytest.approx(1437 / rate, rel=0.01)
     assert run("--table", out).strip() == "\n".join(printed.strip().splitlines()[-4:])
@@ -82,7 +82,7 @@ def test_mistakes(
 
 
 def test_rows_are_compared_with_their_own_baseline(run: Callable[..., str], tmp_path: Path) -> None:
-    """In any order, of the same batch size."""
+    """Rows of the same batch size, in any order."""
     row = {"data": "digits", "network": "resnet8", "side_by_side": 1, "precision": "fp32"}
     row |= {"captured": True, "device": "x", "images_per_second": 1, "tflops": 1}
     rows = [

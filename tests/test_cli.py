@@ -1,4 +1,4 @@
-"""The command line, run in this process: what it prints, writes, and says of a mistake."""
+"""The command line, run in this process: output, files and error messages."""
 
 import html
 import json
@@ -25,7 +25,7 @@ from isda.experiments.recipes import RECIPES, run_name
 from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.settings import Recipe
 
-QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # of the bundled digits
+QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # for the digits
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Message of a command that must fail as mistakes do: one line, exit code 2, no folders."""
+    """Error message of a command, which must be one line, with exit code 2 and no folders."""
 
     def run(*arguments: str) -> str:
         assert main(list(arguments)) == 2
@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
-    """Photographs of a kind: every class has a colour of its own."""
+    """Image files in which every class has its own colour."""
     for number in range(classes):
         folder = path / f"class{number}"
         folder.mkdir(parents=True)
@@ -63,7 +63,7 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
     return path
 
 
-# Mistakes
+# Input errors
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
         (["compare", "--data", "imagefolder:"], "imagefolder needs a path"),
     ],
 )  # fmt: skip
-def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
+def test_input_errors(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
     assert message in refused(*arguments)
 
 
-def test_a_gpu_that_is_not_there(refused: Callable[..., str]) -> None:
+def test_missing_gpu(refused: Callable[..., str]) -> None:
     count = torch.cuda.device_count()
     name = f"cuda:{count}" if count else "cuda"
     message = refused("train", "--device", name)
@@ -149,8 +149,8 @@ def test_flags_that_do_not_exist(
     assert not Path("runs").exists()
 
 
-def test_messages_in_frames() -> None:
-    """As tyro prints them on a terminal that has characters for boxes."""
+def test_messages_in_boxes() -> None:
+    """Messages as tyro prints them on a terminal with box-drawing characters."""
     box = """\
 ╭─ Unrecognized options ───────────────╮
 │ Unrecognized options: --epocs, 3     │
@@ -165,12 +165,12 @@ def test_messages_in_frames() -> None:
     assert _one_line(box) == "unrecognized options: --epocs, 3; did you mean --epochs?"
 
 
-def test_a_reader_that_has_seen_enough() -> None:
+def test_broken_pipe() -> None:
     command = [sys.executable, "-m", "isda.experiments.cli", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()
-        assert process.wait(60) == 141  # as a shell tells of SIGPIPE
+        assert process.wait(60) == 141  # the exit code of SIGPIPE in a shell
         assert process.stderr is not None
         assert not process.stderr.read()
 
@@ -214,8 +214,8 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert printed == "isda: interrupted; --resume continues from the last checkpoint\n"
 
 
-def test_a_path_that_cannot_be_looked_at(refused: Callable[..., str]) -> None:
-    """The same for all commands, and wherever it is found out."""
+def test_invalid_path(refused: Callable[..., str]) -> None:
+    """All commands report it in the same way."""
     long = "a" * 300
     for command in (
         ["train", *QUICK, "--device", "cpu", "--out", long],
@@ -264,7 +264,7 @@ def test_printing_does_not_import_the_training_code(
     assert loaded & (slow | own) == set()
 
 
-def test_a_terminal_without_greek(printed: subprocess.CompletedProcess[str]) -> None:
+def test_ascii_terminal(printed: subprocess.CompletedProcess[str]) -> None:
     header = r"^recipe +paper % +ours % \(runs\) +\?\? +epochs$"
     assert re.search(header, printed.stdout, re.MULTILINE)
 
@@ -281,7 +281,7 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
     for line in printed.splitlines():
         words = line.split()
         if words[:1] == ["isda"] and len(words) > 2 and not words[2].startswith("-"):
-            assert words[2] in RECIPES  # the examples are true
+            assert words[2] in RECIPES  # the recipe in the examples exists
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -330,7 +330,7 @@ def only_run(out: Path = Path("runs")) -> Run:
 
 
 def test_images_that_do_not_fit(refused: Callable[..., str], tmp_path: Path) -> None:
-    """What cannot be trained is told before a folder is made."""
+    """Errors come before a folder is created."""
     photos = image_folder(tmp_path / "photos")
     flags = (
         "--data",
@@ -368,8 +368,8 @@ def test_head_that_is_a_convolution(tmp_path: Path) -> None:
     assert summary(only_run()).finished
 
 
-def test_a_run_in_the_way_of_a_later_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The seed before it is not begun, either."""
+def test_existing_run_of_a_later_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run of an earlier seed is not started, either."""
     command = ["train", *QUICK, "--device", "cpu"]
     assert main([*command, "--seeds", "1"]) == 0
     assert main([*command, "--seeds", "0", "1"]) == 2
@@ -401,7 +401,7 @@ def test_resume_on_other_images(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ("config.json", "[]", "is not a run record"),
     ],
 )
-def test_records_that_are_none(
+def test_invalid_records(
     capsys: pytest.CaptureFixture[str], file: str, text: str, message: str
 ) -> None:
     assert main(["train", *QUICK, "--device", "cpu"]) == 0
@@ -414,7 +414,7 @@ def test_records_that_are_none(
         assert printed.count("\n") == 1
 
 
-def test_report_to_places_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_to_missing_folders(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *QUICK, "--device", "cpu"]) == 0
     capsys.readouterr()
     for flags in (["--update", "nowhere.md"], ["--page", "nowhere/report.html"]):
@@ -451,7 +451,7 @@ def test_overrides_reach_the_recipe_and_the_name(capsys: pytest.CaptureFixture[s
 
 
 def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of runs, without training them; each does as the name of a folder."""
+    """Names of runs, without training them; all are valid folder names."""
     planned = []
     monkeypatch.setattr(
         "isda.experiments.training.loop.train", lambda plans, options: planned.append(plans) or []
@@ -494,7 +494,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert names("compare", "cifar10-wide_resnet28_10-identity_isda", "--seeds", "0") == [
         f"cifar10-wide_resnet28_10-{method}/0" for method in ("ce", "identity_isda")
     ]
-    # a folder that is called as a data set of the paper
+    # a folder with the name of a data set of the paper
     (name,) = names("train", "--data", "imagefolder:/data/imagenet", "--network", "resnet50")
     assert name.startswith("imagenet-resnet50-isda+data=imagefolder_data_imagenet+")
     assert name.endswith("/0")
@@ -603,7 +603,7 @@ def test_report_of_the_digits(
         ([], 224),
     ],
 )
-def test_images_have_the_size_that_a_model_is_made_for(flags: list[str], size: int) -> None:
+def test_images_have_the_size_of_the_timm_model(flags: list[str], size: int) -> None:
     given, start, _ = parse_recipe(
         TrainArguments, "train", ["--data", "imagefolder:photos", *flags], description=""
     )
@@ -616,7 +616,7 @@ CHANGED = "+epochs=2+batch_size=16+image_size=32"
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_compare_on_ones_own_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_compare_on_your_own_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     photos = image_folder(tmp_path / "photos")
     flags = ["--network", "timm:test_resnet", "--image-size", "32", "--epochs", "2"]
     flags += ["--batch-size", "16", "--seeds", "0", "1", "--device", "cpu", "--workers", "0"]
@@ -640,7 +640,7 @@ def test_compare_on_ones_own_images(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_a_bad_batch_is_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    """A training that fails says so without a traceback, behind its progress bar."""
+    """A failed training prints one line after its progress bar, and no traceback."""
     assert main(["train", *QUICK, "--learning-rate", "1e12", "--device", "cpu"]) == 2
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err

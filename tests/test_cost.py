@@ -1,4 +1,4 @@
-"""Costs against the paper, torchvision's counts and a count by hand; tiny networks measured."""
+"""Costs against the paper, torchvision and a manual count, and measurements of tiny networks."""
 
 import csv
 import functools
@@ -96,9 +96,9 @@ def test_multiply_adds_by_hand() -> None:
         ("shake_shake26_2x32d", 100, 32, 128),
         ("resnet8", 10, 8, 64),
         ("timm:resnet18", 1000, 224, 512),
-        ("timm:swinv2_tiny_window8_256", 1000, 256, 768),  # which takes no other size
-        ("timm:pit_ti_224", 1000, 224, 256),  # whose blocks take parameters for inputs
-        ("timm:resnetv2_18", 1000, 224, 512),  # whose head is a convolution
+        ("timm:swinv2_tiny_window8_256", 1000, 256, 768),  # accepts no other size
+        ("timm:pit_ti_224", 1000, 224, 256),  # blocks with parameters as inputs
+        ("timm:resnetv2_18", 1000, 224, 512),  # head is a convolution
     ],
 )
 def test_sizes_by_default(
@@ -217,7 +217,7 @@ def test_added_memory_is_the_state(device: torch.device) -> None:
     for row in rows:
         assert row.added_mebibytes is not None
         least = 4 * state[row.case] / 2**20
-        assert least <= row.added_mebibytes < least + 8  # what a step holds beside it
+        assert least <= row.added_mebibytes < least + 8  # other memory of a step
 
 
 def test_criteria_are_exchanged(device: torch.device) -> None:
@@ -235,15 +235,15 @@ def test_criteria_are_exchanged(device: torch.device) -> None:
             assert type(lane.criterion.estimator) is structure
             SideBySide([lane], capture=False).train_epoch()
             assert lane.criterion.estimator.count.sum() == before + 12
-            assert before == 24  # once to begin with, once timed
-            assert float(lane.progress) == 0.5  # λ is in force
+            assert before == 24  # one warm-up, one timed
+            assert float(lane.progress) == 0.5  # λ > 0
             assert weight.grad is not None
         assert weight.grad is None
     assert isinstance(lane.criterion, CrossEntropyLoss)
 
 
 class Machine:
-    """In place of a bench: grows slower with every measurement, and has so much memory."""
+    """Stand-in for a bench that slows down with every measurement and has limited memory."""
 
     def __init__(self, *, room: int = 3) -> None:
         self.clock, self.asked, self.room = 1.0, [], room
@@ -272,7 +272,7 @@ def test_cases_take_turns() -> None:
     machine = Machine()
     rows = measure(lambda: machine)
     assert machine.asked == [*CASES] * 5
-    # case by case, five of each, the drift alone would have come to 0.5 and 1.0 percent
+    # without interleaving, the drift would have been 0.5 and 1.0 percent
     assert rows[1].added_percent == pytest.approx(5, abs=0.15)
     assert rows[2].added_percent == pytest.approx(50, abs=0.4)
     assert [row.mebibytes for row in rows] == [100, 101, 300]
@@ -288,7 +288,7 @@ def test_medians() -> None:
     assert [row.mebibytes for row in rows] == [None, None, None]
 
 
-def test_what_does_not_fit() -> None:
+def test_cases_that_do_not_fit_in_memory() -> None:
     rows = measure(lambda: Machine(room=2))
     assert [row.note for row in rows] == ["", "", "does not fit"]
     assert rows[1].added_percent is not None
@@ -298,12 +298,12 @@ def test_what_does_not_fit() -> None:
         try:
             raise torch.OutOfMemoryError("CUDA out of memory")
         finally:
-            raise RuntimeError("capture was not ended")  # as a broken capture does
+            raise RuntimeError("capture was not ended")  # as in a failed capture
 
     assert [row.note for row in measure(no_room)] == ["does not fit"] * 3
 
     alone = step_cost._summary({"full": [1.0]}, {}, batch_size=4, precision="fp32")
-    assert alone[2].note == "does not fit"  # nothing to compare it with
+    assert alone[2].note == "does not fit"  # no baseline
 
     def broken() -> Machine:
         raise RuntimeError("broken")
@@ -312,7 +312,7 @@ def test_what_does_not_fit() -> None:
         measure(broken)
 
 
-def test_statistics_beyond_the_host_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_larger_than_host_memory_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     full = 4 * 10 * 64 * 64  # bytes of ten matrices
     options = {"device": torch.device("cpu"), "batch_size": 4, "steps": 1, "repeats": 1}
     monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * full)
@@ -375,7 +375,7 @@ def test_csv(tmp_path: Path) -> None:
 
 
 def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is there stays as it is; what was not measured is."""
+    """Existing measurements are kept, and missing ones are added."""
     device = torch.device("cpu")
     path = tmp_path / "cost.csv"
     theory = [usual(name) for name in ("resnet50", "resnet8")]
@@ -406,7 +406,7 @@ def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each network that was measured; the last measurement counts."""
+    """One row per measured network; the last measurement counts."""
     paths = [tmp_path / "old.csv", tmp_path / "new.csv"]
     theory = [usual(name) for name in ("resnet50", "resnet32")]
     old = {name.network: measure(Machine, repeats=1) for name in theory}
@@ -437,9 +437,7 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (lambda text: text + '"' + "x" * 200_000, "cannot be read: field larger"),
     ],
 )
-def test_files_that_are_not_those_of_the_command(
-    change: Callable[[str], str | bytes], message: str, tmp_path: Path
-) -> None:
+def test_invalid_files(change: Callable[[str], str | bytes], message: str, tmp_path: Path) -> None:
     path = tmp_path / "cost.csv"
     theory = [usual("resnet8")]
     write(path, theory, {"resnet8": measure(Machine)})
@@ -460,7 +458,7 @@ def test_file_without_measurements(tmp_path: Path) -> None:
             main(["--table", str(path)])
 
 
-def test_resume_keeps_columns_that_are_no_more(tmp_path: Path) -> None:
+def test_resume_keeps_unknown_columns(tmp_path: Path) -> None:
     path = tmp_path / "cost.csv"
     theory = [usual("resnet8")]
     write(path, theory, {"resnet8": measure(Machine)})
@@ -472,7 +470,7 @@ def test_resume_keeps_columns_that_are_no_more(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == more
 
 
-def test_table_of_the_page_is_that_of_its_records() -> None:
+def test_table_in_the_docs_matches_the_records() -> None:
     root = Path(__file__).parents[1]
     records = [
         root / f"results/benchmarks/cost_{name}_h200.csv" for name in ("cifar100", "imagenet")

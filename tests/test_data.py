@@ -1,4 +1,4 @@
-"""Data sets: splits, files on disk and every way in which they can be wrong."""
+"""Data sets: splits, files on disk, and errors for invalid files."""
 
 import hashlib
 import multiprocessing
@@ -45,7 +45,7 @@ def folder_of(path: Path, **options: object) -> FolderImages:
 
 
 def message_of(spec: str, **options: object) -> str:
-    """The one line that the user is shown."""
+    """Error message of ``load_data``."""
     with pytest.raises(InputError) as caught:
         load_data(spec, **options)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
@@ -129,7 +129,7 @@ def test_rank_slices_cover_the_batch(number: int, world: int) -> None:
 
 def test_hold_out_of_cifar(device: torch.device) -> None:
     target = torch.arange(50_000)[torch.randperm(50_000)] % 100
-    place = torch.arange(50_000)  # every image says where it was
+    place = torch.arange(50_000)  # every image contains its index
     images = torch.stack((place % 256, place // 256), 1).to(torch.uint8)[:, :, None, None]
     data = ImageArrays(
         "cifar100",
@@ -276,7 +276,7 @@ def test_damaged_npz(tmp_path: Path) -> None:
     np.savez(path, **cifar_arrays())
     whole = path.read_bytes()
     flipped = bytearray(whole)
-    flipped[5000] ^= 255  # within the pixels: the checksum of the archive finds it
+    flipped[5000] ^= 255  # in the pixels, where the checksum of the archive detects it
     for content in (b"", b"no archive", whole[: len(whole) // 2], bytes(flipped)):
         path.write_bytes(content)
         assert f"{path} cannot be read" in message_of("cifar100", root=tmp_path)
@@ -389,12 +389,12 @@ def test_train_batches(photos: Path) -> None:
 
 
 def test_crops_do_not_depend_on_the_order(photos: Path) -> None:
-    # each sample's crop is its own: one by one the images are those of a batch of all
+    # crops do not depend on the batch: images one by one equal a batch of all
     data = folder_of(photos)
     one = torch.cat([images for images, _ in epoch_of(data, batch_size=1)])
     whole = epoch_of(data, batch_size=21)[0][0]
     assert torch.equal(one, whole)
-    # and one file many times: crops and flips of its copies differ
+    # copies of one file have different crops and flips
     alone = FolderImages(
         "copies",
         data.train_files[:1] * 8,
@@ -415,7 +415,7 @@ def test_workers_resume_and_ranks_change_nothing(photos: Path) -> None:
     assert_same(epoch_of(data), whole)
     early = data.train_batches(batch_size=5, seed=3, epoch=1)
     next(early)
-    early.close()  # stopped in the middle: what was read ahead does not show up later
+    early.close()  # stopped in the middle: prefetched batches do not appear later
     assert_same(epoch_of(data, start_step=3), whole[3:])
     side_by_side = zip(
         data.train_batches(batch_size=5, seed=3, epoch=1),
@@ -429,18 +429,18 @@ def test_workers_resume_and_ranks_change_nothing(photos: Path) -> None:
         tuple(torch.cat(parts) for parts in zip(*b, strict=True)) for b in zip(*ranks, strict=True)
     ]
     assert_same(joined, whole)
-    assert [len(target) for _, target in ranks[0]] == [1, 1, 1, 1, 0]  # an empty share
+    assert [len(target) for _, target in ranks[0]] == [1, 1, 1, 1, 0]  # no images for this rank
     tests = [list(data.test_batches(4, rank=rank, world=2)) for rank in range(2)]
     joined = [
         tuple(torch.cat(parts) for parts in zip(*b, strict=True)) for b in zip(*tests, strict=True)
     ]
     assert_same(joined, list(data.test_batches(4)))
     workers = [child for child in multiprocessing.active_children() if child not in strangers]
-    assert len(workers) == 4  # of two iterators side by side; all else used them again
+    assert len(workers) == 4  # one loader per concurrent iterator, reused otherwise
     begin = time.monotonic()
     del data, early, side_by_side
     assert not any(worker.is_alive() for worker in workers)
-    assert time.monotonic() - begin < 5  # told to end, not waited for
+    assert time.monotonic() - begin < 5  # asked to stop, without waiting
 
 
 def test_wrong_folders(tmp_path: Path) -> None:
@@ -473,11 +473,11 @@ def test_names_of_the_parts(parts: tuple[str, str], photos: Path) -> None:
 
 
 def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
-    """Which would be two classes, to be told apart with ease."""
+    """train and val would otherwise be taken for two classes."""
     make_images(tmp_path, {"train": 5, "val": 5})
     message = f"{tmp_path} must have train/ and val/ with one folder per class"
     assert message_of(f"imagefolder:{tmp_path}") == message
-    make_images(tmp_path, {"bus": 5})  # a train is a vehicle, too
+    make_images(tmp_path, {"bus": 5})  # train as the name of a class
     assert folder_of(tmp_path).class_names == ("bus", "train", "val")
     (tmp_path / "val").rename(tmp_path / "van")
     make_images(tmp_path / "train", {"fast": 5})
@@ -490,7 +490,7 @@ def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
 
 
 def test_images_of_more_than_8_bits(tmp_path: Path) -> None:
-    """16 bits are scaled, not cut off; what has no range cannot be read."""
+    """16-bit images are scaled, not clipped; images of unknown range are refused."""
     make_images(tmp_path, {"a": 3, "b": 3})
     values = np.random.default_rng(0).integers(0, 2**16, (24, 24), dtype=np.uint16)
     file = tmp_path / "a" / "deep.png"

@@ -80,7 +80,7 @@ def test_parameter_count_is_the_paper_s(name: str) -> None:
 
 
 def _scatter_statistics(network: nn.Module) -> None:
-    """Give every normalisation layer weights and statistics of its own, so that a mix-up shows."""
+    """Give every batch norm different weights and statistics, so that the test detects a mix-up."""
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             for tensor in (module.weight.data, module.running_var):
@@ -108,7 +108,7 @@ def _se_resnet110() -> nn.Module:
 
 
 def _shake_shake() -> nn.Module:
-    """pytorchcv's network, each ReLU moved from the end of a block to the start of its branches."""
+    """pytorchcv's network with each ReLU moved from the end of a block to the start of branches."""
     network = get_shakeshakeresnet_cifar(10, blocks=26, bottleneck=False, first_stage_channels=32)
 
     def activate(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
@@ -179,14 +179,14 @@ def test_timm_model_keeps_its_output(device: torch.device) -> None:
 
 
 def test_random_layers_of_timm_draw_from_the_key() -> None:
-    """As the dropout of our own networks: a step's numbers are those of its key, for any rank."""
+    """As in our networks, random numbers depend on the key of the step, on any rank."""
     network = create_network("timm:swin_tiny_patch4_window7_224", num_classes=3).train()
     key = torch.tensor(5)
     assert bind_key(network, key) > 10
     images = torch.randn(4, 3, 224, 224)
     with torch.no_grad():
         one, again = network(images), network(images)
-        bind_key(network, key, offset=2)  # a rank that has the last two
+        bind_key(network, key, offset=2)  # a rank with the last two images
         part = network(images[2:])
         key += 1
         other = network(images[2:])
@@ -196,12 +196,12 @@ def test_random_layers_of_timm_draw_from_the_key() -> None:
 
 
 def test_timm_model_that_adds_to_its_head() -> None:
-    """An auxiliary head takes part in the output, or a layer between features and head."""
+    """An auxiliary head, or a layer between features and head, contributes to the output."""
     for name, adds in (
         ("timm:volo_d1_224", True),
-        ("timm:efficientvit_m0", True),  # batch normalisation, which does nothing as yet
+        ("timm:efficientvit_m0", True),  # batch norm, which is still the identity
         ("timm:test_resnet", False),
-        ("timm:deit_tiny_patch16_224", False),  # has parameters outside of its layers
+        ("timm:deit_tiny_patch16_224", False),  # has parameters outside its layers
     ):
         network = create_network(name, num_classes=3).eval()
         images = torch.randn(1, 3, 224, 224)
@@ -221,7 +221,7 @@ def test_timm_models_that_cannot_be_built() -> None:
 
 @pytest.mark.parametrize("name", ["resnetv2_18", "dla46_c", "dpn48b"])
 def test_timm_head_that_is_a_convolution(name: str, device: torch.device) -> None:
-    """The head becomes linear; weights, output and gradients stay."""
+    """The head becomes linear; weights, output and gradients are the same."""
     torch.manual_seed(0)
     network = create_network(f"timm:{name}", num_classes=7).to(device).eval()
     head = network.get_classifier()
@@ -362,7 +362,7 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch
     assert abs(dropped.double().mean().item() - RATE) < 5 * sigma
     torch.testing.assert_close(output[~dropped], torch.full_like(output[~dropped], 2 / (1 - RATE)))
     torch.testing.assert_close(x.grad, output.detach() / 2)
-    for axis in range(4):  # no image, channel, row or column of its own rate
+    for axis in range(4):  # the rate is the same for all images, channels, rows and columns
         others = [other for other in range(4) if other != axis]
         rates = dropped.double().mean(others)
         assert (rates - RATE).abs().max() < 5 * sigma * math.sqrt(x.shape[axis])
@@ -513,7 +513,9 @@ def test_a_rank_draws_its_slice_of_the_global_batch(
     build: Callable[[], Network], device: torch.device
 ) -> None:
     network = build().to(device)
-    for module in network.modules():  # statistics of a slice are not those of the batch
+    for (
+        module
+    ) in network.modules():  # the batch norm statistics of a slice differ from those of the batch
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
     key = counter_rng.key(4, device=device)
@@ -574,7 +576,7 @@ def test_half_precision_channels_last(build: Callable[[], Network], device: torc
     assert all(value.grad.dtype == torch.float32 for value in network.parameters())
 
 
-# mistakes
+# input errors
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:

@@ -183,7 +183,7 @@ def test_differences_without_spread_are_not_called_significant():
 
 
 def test_differences_of_one_image_in_float32_are_not_called_significant():
-    """As records hold them: every seed has one wrong image less, of 359."""
+    """Errors as in records: every seed has one wrong image fewer, out of 359."""
     wrong = {0: 7, 1: 30, 2: 211}
     baseline, method = (
         {seed: float(100 * np.float32((count - less) / 359)) for seed, count in wrong.items()}
@@ -214,7 +214,7 @@ def test_runs_that_must_not_be_mixed(out, tmp_path):
 
 
 def test_copies_of_a_run_count_once(out, tmp_path):
-    """Such as the demo's, or records that were exported; the time that they took may differ."""
+    """Copies, such as exported records, may differ in their times."""
     shutil.copytree(out, tmp_path / "copy")
     path = tmp_path / "copy" / ISDA / "0" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"seconds": 1.5', '"seconds": 2.5'))
@@ -225,7 +225,7 @@ def test_copies_of_a_run_count_once(out, tmp_path):
 
 
 def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
-    """Other runs are reported on all the same; a page is not updated without them."""
+    """Other runs are still reported; a Markdown file is not updated."""
     kept = report_markdown(load_runs(out)).partition("## In words")[0]
     for name, lambda_0 in ((f"{FIRST}-isda", 0.5), (f"{FIRST}-ce", 0.0)):
         for folder in "ab":
@@ -328,7 +328,7 @@ def test_page_stands_alone(out, tmp_path):
     references = [value for key, value in page.attributes if key in ("href", "src", "xlink:href")]
     assert all(value is not None and value.startswith("#") for value in references)
     assert {value[1:] for value in references if value} <= set(page.ids)
-    assert len(page.ids) == len(set(page.ids))  # the two pictures do not share clip paths
+    assert len(page.ids) == len(set(page.ids))  # the two plots do not share clip paths
     assert "@import" not in text
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
     assert "prefers-color-scheme: dark" in text
@@ -336,7 +336,7 @@ def test_page_stands_alone(out, tmp_path):
 
 
 def test_curves_are_means_over_seeds(tmp_path):
-    """Slopes 1, 1, 1 and 0, 0, 3 have the same mean: the two lines must lie on each other."""
+    """Slopes 1, 1, 1 and 0, 0, 3 have the same mean, so the two lines must coincide."""
     epochs = get_recipe(CE).epochs
     for name, slopes in ((CE, (1, 1, 1)), (ISDA, (0, 0, 3))):
         for seed, slope in enumerate(slopes):
@@ -355,7 +355,7 @@ def test_curves_are_means_over_seeds(tmp_path):
         lines.append(np.array(points, dtype=float))  # (epochs, 2)
     assert len(lines[0]) == epochs
     np.testing.assert_allclose(lines[0], lines[1], atol=1e-5)  # the file has 6 decimals
-    assert (np.diff(lines[0][:, 1]) < 0).all()  # SVG counts downwards: a growing error goes up
+    assert (np.diff(lines[0][:, 1]) < 0).all()  # the y axis of SVG points down
 
 
 def test_page_of_a_diverged_run(tmp_path):
@@ -392,7 +392,7 @@ def test_recipes_table(out, tmp_path):
     assert len(text.splitlines()) == 2 + len(RECIPES)
     row = next(line for line in text.splitlines() if line.startswith("cifar100-resnet32-isda"))
     assert re.split(r"\s{2,}", row) == ["cifar100-resnet32-isda", "30.27 ± 0.34", "–", "0.5", "160"]
-    make_run(tmp_path / "changed", ISDA, 8, 3.0, lambda_0=0.1)  # not this recipe: does not count
+    make_run(tmp_path / "changed", ISDA, 8, 3.0, lambda_0=0.1)  # a different recipe: ignored
     row = next(line for line in recipes_table(tmp_path).splitlines() if line.startswith(ISDA))
     assert expected_numbers(out)[1] + " (3)" in row
     with pytest.raises(InputError, match="does not exist"):
@@ -445,7 +445,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Two cells and their baseline in Tables 2 and 4, one pair outside, one run unfinished."""
+    """Two cells and their baseline in Tables 2 and 4, a pair in no table, an unfinished run."""
     folder = tmp_path_factory.mktemp("records")
     errors = {"ce": (6.8, 6.7, 6.9), "isda": (6.3, 6.3, 6.4), "focal": (6.6, 6.9, 6.7)}
     for method, values in errors.items():
@@ -529,8 +529,8 @@ def test_report_page(records, tmp_path):
     assert set(re.findall(r"var\((--[a-z]+)\)", text)) == set(re.findall(r"(--[a-z]+):", text))
 
 
-def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
-    """A λ₀ that was searched for, smaller batches, a loss beside ISDA; by recipe, not by name."""
+def test_changed_recipes_are_compared(tmp_path):
+    """A different λ₀, smaller batches and another loss are paired by recipe, not by name."""
     searched = f"{FIRST}-isda+lambda_0=0.25"
     small = {"batch_size": 16, "weight_decay": 1e-5}
     changed = "+batch_size=16+weight_decay=1e-05"
@@ -541,10 +541,13 @@ def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
             (f"{CE}{changed}", small),
             (f"{ISDA}{changed}", small),
             (f"digits-resnet8-focal{changed}", {**small, "start": CE, "method": "focal"}),
-            (f"{ISDA}+lambda_0=2.0", {"lambda_0": 2.0}),  # of no baseline
+            (f"{ISDA}+lambda_0=2.0", {"lambda_0": 2.0}),  # without a baseline
             (f"{CE}+hold_out=99", {"hold_out": 99}),  # on validation images
             (f"{ISDA}+hold_out=99", {"hold_out": 99}),
-            (f"{FIRST}-isda+method=ce+lambda_0=0.0", {"start": f"{FIRST}-ce"}),  # ce once more
+            (
+                f"{FIRST}-isda+method=ce+lambda_0=0.0",
+                {"start": f"{FIRST}-ce"},
+            ),  # ce under another name
         ):
             make_run(tmp_path, name, seed, 6.0 + len(name) / 100, **changes)
     text = report_markdown(load_runs(tmp_path))
@@ -592,7 +595,7 @@ def test_report_command_on_the_kept_records(tmp_path, capsys):
 
 
 def test_our_cost_below_table_1(tmp_path, capsys):
-    """Beside the paper's, from the files; of a network on one device the last lines count."""
+    """Our costs are next to the paper's; the last measurement on a device counts."""
     kept, again = RESULTS / "benchmarks" / "cost_imagenet_h200.csv", tmp_path / "again.csv"
     with kept.open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -624,7 +627,7 @@ def test_our_cost_below_table_1(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", [None, "recipe,error\n", "{theory}\nresnet50,\n"])
-def test_costs_that_are_none_are_refused(tmp_path, text, capsys):
+def test_invalid_costs_are_refused(tmp_path, text, capsys):
     path = tmp_path / "costs.csv"
     if text is not None:
         with (RESULTS / "benchmarks" / "cost_imagenet_h200.csv").open() as file:

@@ -1,4 +1,4 @@
-"""Run folders: what survives a crash, a full disk and a damaged file; and the statistics."""
+"""Run folders after a crash, with a full disk and with damaged files; means and intervals."""
 
 import builtins
 import dataclasses
@@ -28,7 +28,7 @@ RECIPE = Recipe(
 
 
 class Crash(BaseException):
-    """Power cut: nothing may catch it."""
+    """Simulated power failure, which no code may catch."""
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_existing_run_needs_resume(run, tmp_path):
     with pytest.raises(InputError, match="use --resume or a different --out"):
         RunFolder.create(tmp_path, run.name, RECIPE, 3)
     assert RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=True).recipe == RECIPE
-    assert RunFolder.create(tmp_path, run.name, RECIPE, 4, resume=True).load() is None  # begins
+    assert RunFolder.create(tmp_path, run.name, RECIPE, 4, resume=True).load() is None  # starts
 
 
 def test_resume_with_another_recipe_names_the_fields(run, tmp_path):
@@ -162,7 +162,7 @@ def test_checkpoint_round_trip(run):
 
 @pytest.mark.parametrize("crash_at", range(4))
 def test_a_crash_at_any_point_of_save_leaves_a_good_checkpoint(run, monkeypatch, crash_at):
-    """Crash while the file is written, before its fsync, and before either rename."""
+    """Crash while the file is written, before fsync, and before each rename."""
     run.save(state(0))
     run.save(state(1))
     calls = 0
@@ -195,7 +195,7 @@ def test_a_crash_at_any_point_of_save_leaves_a_good_checkpoint(run, monkeypatch,
         assert same(RunFolder(run.folder).load(), state(1))
     again = RunFolder(run.folder)
     again.load()
-    again.save(state(5))  # goes on
+    again.save(state(5))  # continues
     assert same(RunFolder(run.folder).load(), state(5))
 
 
@@ -238,7 +238,7 @@ def test_damaged_checkpoint_does_not_replace_the_good_one(run, monkeypatch):
 
 
 def test_every_flipped_byte_is_harmless_or_found(run):
-    """No damage may go unseen: the state loads unchanged or the checkpoint before is used."""
+    """All damage is detected: the state is unchanged, or the previous checkpoint is used."""
     run.save(state(0))
     run.save(state(1))
     path = run.folder / "checkpoint.pt"
@@ -412,7 +412,7 @@ def test_export_and_load_runs(run, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl"]
     for seed in (11, 2):
         RunFolder.create(tmp_path / "more", "digits-resnet8-ce", RECIPE, seed)
-    (tmp_path / "more" / "config.json").write_text("{}")  # of some other program
+    (tmp_path / "more" / "config.json").write_text("{}")  # of another program
     found = load_runs(tmp_path)
     assert [(one.name, one.seed) for one in found] == [
         ("digits-resnet8-ce", 2),
@@ -446,7 +446,7 @@ def test_estimate_against_numpy():
 
 def test_paired_interval_against_scipy():
     one = {0: 30.9, 1: 30.7, 5: 31.0, 7: 30.2}
-    other = {7: 29.9, 5: 30.1, 0: 30.2, 1: 30.6}  # another order: pairs are by seed
+    other = {7: 29.9, 5: 30.1, 0: 30.2, 1: 30.6}  # a different order: pairs are matched by seed
     test = scipy.stats.ttest_rel([other[seed] for seed in one], list(one.values()))
     interval = test.confidence_interval(0.95)
     result = difference(one, other)

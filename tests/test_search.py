@@ -1,6 +1,6 @@
-"""The search for λ₀: what is trained, what is chosen, what is recorded, and going on after a kill.
+"""The search for λ₀: what is trained, chosen and recorded, and resume after a kill.
 
-Most tests train nothing: a stand-in writes the records of runs with errors made up for them.
+Most tests train nothing: a stand-in writes records with made-up errors.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trainer:
-    """In place of ``train``: records of finished runs, the error a function of recipe and seed."""
+    """Stand-in for ``train`` that writes records; the error is a function of recipe and seed."""
 
     def __init__(self, error: Callable[[Recipe, int], float]) -> None:
         self.error = error
@@ -61,7 +61,7 @@ class Trainer:
             )
             run.rewind(0)
             for epoch in range(plan.recipe.epochs):
-                # far off before the last 10 epochs, around the error in them
+                # far off before the last 10 epochs, close to the error in them
                 last = epoch - plan.recipe.epochs + 10
                 offset = 50.0 if last < 0 else (-1) ** last
                 run.append(
@@ -122,7 +122,11 @@ def test_a_search_may_start_from_cross_entropy(trainer: Callable[..., Trainer]) 
 def test_of_equal_errors_the_smaller_is_chosen(
     candidates: tuple[float, ...], trainer: Callable[..., Trainer]
 ) -> None:
-    errors = {0.25: 1.39860141, 0.5: 1.39860138, 1.0: 2.0}  # 2 of 143; 1 and 3 in turns, float32
+    errors = {
+        0.25: 1.39860141,
+        0.5: 1.39860138,
+        1.0: 2.0,
+    }  # 2 of 143 wrong, or 1 and 3 alternating, in float32
     trainer(lambda recipe, _: errors[recipe.lambda_0])
     result = search(DIGITS, candidates=candidates)
     assert result is not None
@@ -173,7 +177,7 @@ def test_defaults_and_names(
     assert fields(stand_in.calls[0]) == [(c, hold_out, 0) for c in candidates]
     assert fields(stand_in.calls[1]) == [(candidates[0], 0, seed) for seed in (0, 1, 2)]
     for plan in stand_in.calls[0]:
-        own = plan.recipe.lambda_0 == RECIPES[name].lambda_0  # names tell what was changed
+        own = plan.recipe.lambda_0 == RECIPES[name].lambda_0  # names contain the changed fields
         changed = "" if own else f"+lambda_0={plan.recipe.lambda_0}"
         assert plan.name == f"{name}{changed}+hold_out={hold_out}"
     changed = "" if RECIPES[name].lambda_0 == candidates[0] else f"+lambda_0={candidates[0]:.1f}"
@@ -184,7 +188,7 @@ def test_defaults_and_names(
 def test_few_images_of_many_classes(
     trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenth of the images would leave classes out."""
+    """A tenth of the images would not contain all classes."""
     arrays = load_data("digits")
     assert isinstance(arrays, ImageArrays)
     few = replace(arrays, train_target=arrays.train_target[:60])
@@ -228,7 +232,7 @@ def test_record(trainer: Callable[..., Trainer]) -> None:
     assert not list(Path("here").glob("*.new"))
 
 
-# Mistakes
+# Input errors
 
 
 @pytest.mark.parametrize(
@@ -272,16 +276,16 @@ def test_help_shows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"--epochs", "--out", "--resume", "--device"} <= flags
 
 
-# Going on
+# Resume
 
 
-def test_runs_that_are_there(trainer: Callable[..., Trainer]) -> None:
+def test_existing_runs(trainer: Callable[..., Trainer]) -> None:
     stand_in = trainer(lambda recipe, _: recipe.lambda_0)
     arguments = ["--candidates", "0.5", "1", "--hold-out", "9"]
     main(arguments)
     with pytest.raises(InputError, match="already holds a run: use --resume or a different --out"):
         main(arguments)
-    # a run in the way of the last training is found before the first one
+    # an existing run of the final training is found at the start
     RunFolder.create("new", "digits-resnet8-isda+lambda_0=1.0", replace(DIGITS, lambda_0=1.0), 2)
     with pytest.raises(InputError, match=r"lambda_0=1\.0/2 already holds a run: use"):
         main([*arguments, "--out", "new"])
@@ -300,7 +304,7 @@ def test_an_unfinished_run_has_no_result(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def contents() -> dict[str, Any]:
-    """Every metric of every run but its time."""
+    """All metrics of all runs, except times."""
     return {
         str(run.folder): [
             {key: value for key, value in line.items() if "second" not in key}
@@ -310,7 +314,7 @@ def contents() -> dict[str, Any]:
     }
 
 
-def test_a_search_on_digits_goes_on_after_a_kill(
+def test_a_search_on_digits_resumes_after_a_kill(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class SpiedLane(Lane):
@@ -353,7 +357,7 @@ def test_a_search_on_digits_goes_on_after_a_kill(
     error = sum(line["test_error"] for line in after[new]) / 2
     assert f"λ₀ = {chosen:g}, trained on all images: test error {error:.2f} % (1 seed)." in printed
 
-    # candidates saw neither the test images nor, in training, those they were evaluated on
+    # candidates used neither the test images nor, in training, the held-out images
     whole = load_data("digits")
     assert isinstance(whole, ImageArrays)
     for recipe, data in seen:
@@ -394,8 +398,8 @@ def search_as_rank(rank: int, port: int) -> None:
             file.writelines(f"{plan}\n" for plan in plans)
         return train(plans, options)
 
-    module.train = noted  # this process does nothing else
-    # the first epoch is plain cross entropy: of equal candidates the smaller, not the first
+    module.train = noted  # this process is used for nothing else
+    # the first epoch is cross entropy, so all candidates tie: the smallest wins
     result = search(
         replace(DIGITS, epochs=1, batch_size=128),
         candidates=(1.0, 0.5),
@@ -417,7 +421,7 @@ def test_two_processes_choose_the_same() -> None:
         process.start()
     multiprocessing.connection.wait([process.sentinel for process in ranks], timeout=60)
     for process in ranks:
-        process.join(10)  # one that fails leaves the other waiting
+        process.join(10)  # if one fails, the other waits for it
         process.kill()
         process.join()
     assert [process.exitcode for process in ranks] == [0, 0]

@@ -84,7 +84,7 @@ def test_every_cell_has_a_recipe_with_its_number(number, cell):
 
 
 def test_rows_and_columns_are_what_their_titles_say():
-    """Titles of rows and columns against the fields of the recipes in them."""
+    """Titles of rows and columns match the fields of the recipes in them."""
     for number, table in TABLES.items():
         for row in table.rows:
             for title, entry in zip(table.columns, row, strict=True):
@@ -152,7 +152,7 @@ def test_what_cells_need():
 
 @pytest.fixture
 def planned(monkeypatch, tmp_path):
-    """What would be trained: plans and options; the records are made up."""
+    """Plans and options passed to ``train``, which is replaced by made-up records."""
     calls = []
 
     def train(plans, options):
@@ -218,7 +218,7 @@ def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
         (["4", "--cell", "cifar10/resnet110/wgan"], "is a GAN, which has no recipe"),
     ],
 )
-def test_mistakes(planned, arguments, message):
+def test_input_errors(planned, arguments, message):
     with pytest.raises(InputError, match=message):
         show_table(arguments)
     assert planned == []
@@ -244,8 +244,8 @@ def test_table_of_records(tmp_path, capsys):
     assert len({len(line) for line in text.splitlines() if line.startswith("| ResNet")}) == 1
 
 
-def test_folder_that_is_read_if_none_is_given(tmp_path, monkeypatch, capsys):
-    """The table and the report show the same records: those in runs, or else in results."""
+def test_default_folder(tmp_path, monkeypatch, capsys):
+    """The table and the report show the same records: those in runs, else in results."""
     monkeypatch.chdir(tmp_path)
 
     def shown(show, *arguments) -> str:
@@ -267,7 +267,7 @@ def test_folder_that_is_read_if_none_is_given(tmp_path, monkeypatch, capsys):
 
 
 def test_difference_is_that_of_the_table(tmp_path):
-    """Table 5 prints another baseline than Table 2 for the same network."""
+    """Table 5 has a different baseline than Table 2 for the same network."""
     names = [f"cifar100-wide_resnet28_10-{method}" for method in ("ce", "isda")]
     for name in names:
         make_run(tmp_path, name, 0, 18.0)
@@ -278,8 +278,8 @@ def test_difference_is_that_of_the_table(tmp_path):
         assert "too few seeds" in line
 
 
-def test_top_5_error_beside_top_1(tmp_path):
-    """Table 1 has both; records without the top-5 error show the top-1 error alone."""
+def test_top_5_error_next_to_top_1(tmp_path):
+    """Table 1 has both errors; records without the top-5 error show only the top-1 error."""
     name = "imagenet-resnet50-isda"
     for seed, top5 in enumerate((6.0, 7.0)):
         make_run(tmp_path, name, seed, 21.0 + seed)
@@ -295,7 +295,7 @@ def test_top_5_error_beside_top_1(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny_data(tmp_path_factory):
-    """CIFAR of 12 images and ImageNet of four, in the form of the real files."""
+    """CIFAR with 12 images and ImageNet with four, in the format of the real files."""
     root = tmp_path_factory.mktemp("data")
     for num_classes in (10, 100):
         np.savez(root / f"cifar{num_classes}.npz", **cifar_arrays(num_classes))
@@ -308,7 +308,7 @@ def tiny_data(tmp_path_factory):
 
 
 def assert_criterion(criterion, name):
-    """The loss and its covariance are those that the name of a recipe promises."""
+    """Loss and covariance match the name of the recipe."""
     data, _, method = name.split("-")
     if not method.endswith("isda"):
         losses = {"large_margin": baselines.LargeMarginLoss, "focal": baselines.FocalLoss,
@@ -326,7 +326,7 @@ def assert_criterion(criterion, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", TABLES)
 def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
-    """The command itself on every cell, from its address to its number; only networks are small."""
+    """The command runs on every cell and prints its number; only the networks are small."""
     built = []
 
     def small_network(name, **options):

@@ -1,7 +1,7 @@
-"""Two processes that train a run together end where one process does.
+"""Two processes that train a run together give the result of one process.
 
-Each has half of every batch, of 240 and 241 images; the last batch of the 1438 digits is smaller.
-The processes run on CPUs, through gloo.
+Each has half of every batch, 240 or 241 images; the last batch of the 1438 digits is smaller. The
+processes run on CPUs with gloo.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ RECIPE = Recipe(
     data="digits", network="resnet8", epochs=3, batch_size=481, learning_rate=0.02,
     weight_decay=5e-4, lambda_0=2.0,
 )  # fmt: skip
-# Two processes sum gradients and the moments of batch norm in another order: a last bit of float32,
-# 1e-7 of a value, in each step, which nine steps make 1e-6 of the loss. Without the other's images
-# in batch norm, gradient or statistics it is 1e-3 and more.
+# Two processes sum gradients and batch norm moments in a different order. The rounding error of
+# float32, 1e-7 per step, becomes 1e-6 of the loss after nine steps. Without the images of the other
+# process in batch norm, gradient or statistics, the difference is at least 1e-3.
 CLOSE = 2e-5
 
 
@@ -53,7 +53,7 @@ def train_as_rank(rank: int, plans: list[Plan], options: Options, until: int | N
             sys.exit(0)
         begin(lane)
 
-    Lane.begin_epoch = begin_epoch  # this process trains nothing else
+    Lane.begin_epoch = begin_epoch  # this process is used for nothing else
     runs = train(plans, options)
     assert len(runs) == (len(plans) if rank == 0 else 0)  # rank 0 writes
 
@@ -88,7 +88,7 @@ def on_two(work: Callable[..., None], *arguments: Any) -> list[int | None]:
         process.start()
     multiprocessing.connection.wait([process.sentinel for process in ranks], timeout=120)
     for process in ranks:
-        process.join(10)  # one that fails leaves the other waiting
+        process.join(10)  # if one fails, the other waits for it
         process.kill()
         process.join()
     return [process.exitcode for process in ranks]
@@ -116,7 +116,7 @@ def assert_close_runs(one: RunFolder, other: RunFolder, *, close: float = CLOSE)
             assert line[key] == expected[key]
         assert line["train_loss"] == pytest.approx(expected["train_loss"], rel=close)
         assert line["test_loss"] == pytest.approx(expected["test_loss"], rel=10 * close)
-        # an image or two on the border between classes or bins
+        # one or two images at the boundary of classes or bins
         assert line["test_error"] == pytest.approx(expected["test_error"], abs=250 / number)
         assert line["test_ece"] == pytest.approx(expected["test_ece"], abs=10 * close + 2 / number)
     states = [checkpoint(run)["network"] for run in (one, other)]
@@ -128,20 +128,20 @@ def assert_close_runs(one: RunFolder, other: RunFolder, *, close: float = CLOSE)
 @pytest.mark.parametrize("method", ["ce", "isda"])
 def test_two_processes_equal_one(method: str, options: Options) -> None:
     recipe = RECIPE if method == "isda" else RECIPE.baseline()
-    # torch's own batch norm loses digits in this layout on a CPU, that of two processes does not
+    # torch's batch norm is less accurate with channels_last on a CPU, ours for two processes is not
     (two,) = train_on_two([Plan("two", replace(recipe, channels_last=True), 0)], options)
     (one,) = train([Plan("one", recipe, 0)], options)
     assert_close_runs(two, one)
     assert two.metrics()[-1]["train_loss"] < two.metrics()[0]["train_loss"]
     if method == "isda":
         counts = [checkpoint(run)["criterion"]["estimator.count"] for run in (one, two)]
-        assert torch.equal(*counts)  # every image once per epoch, on whichever process
+        assert torch.equal(*counts)  # every image once per epoch, on one of the processes
         assert int(counts[0].sum()) == 3 * 1438
 
 
 @pytest.mark.parametrize("method", ["ce", "isda"])
 def test_a_process_without_images(method: str, options: Options) -> None:
-    """In batches of 479 the last one has one image; steep, since batch norm sees little of it."""
+    """With batches of 479 the last one has a single image."""
     recipe = replace(RECIPE, batch_size=479, learning_rate=0.005, epochs=2)
     plans = [Plan("two", recipe if method == "isda" else recipe.baseline(), 0)]
     (two,) = train_on_two(plans, options)
@@ -149,7 +149,7 @@ def test_a_process_without_images(method: str, options: Options) -> None:
     assert_close_runs(two, one)
 
 
-def test_draws_are_those_of_one_process(options: Options) -> None:
+def test_random_numbers_are_those_of_one_process(options: Options) -> None:
     """Crop, flip and dropout of an image do not depend on the process it is on."""
     recipe = replace(
         RECIPE, augment=("crop", "flip"), drop_rate=0.2, ema=0.5, ramp="step", epochs=2
@@ -163,8 +163,8 @@ def test_draws_are_those_of_one_process(options: Options) -> None:
 @pytest.mark.parametrize(
     ("network", "precision", "close"),
     [
-        ("resnet8", "bf16", 0.02),  # bfloat16 has 8 bits: a last bit is 4e-3
-        ("timm:test_efficientnet", "fp32", CLOSE),  # batch norm that goes on with an activation
+        ("resnet8", "bf16", 0.02),  # bfloat16 has 8 bits: a rounding error is 4e-3
+        ("timm:test_efficientnet", "fp32", CLOSE),  # batch norm with an activation
     ],
 )
 def test_batch_norm_of_other_kinds(
@@ -178,7 +178,7 @@ def test_batch_norm_of_other_kinds(
 
 
 def test_resume_on_two_processes(options: Options) -> None:
-    """Stopped after an epoch, two processes go on to the very same numbers."""
+    """Stopped after an epoch, two processes resume to the same numbers."""
     plans = [Plan("resumed", RECIPE, 0)]
     (begun,) = train_on_two(plans, options, until=1)
     assert len(begun.metrics()) == 1

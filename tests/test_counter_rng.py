@@ -1,4 +1,4 @@
-"""Counter-based random numbers: as random as they should be, and functions of their key alone."""
+"""Counter-based random numbers: statistical tests, and dependence on the key only."""
 
 import math
 
@@ -17,9 +17,9 @@ from isda.experiments.data.counter_rng import (
 )
 
 NUMBER = 2**16
-SIGMAS = 6.0  # a sound generator leaves 6 standard deviations once in 5e8 draws
+SIGMAS = 6.0  # a good generator exceeds 6 standard deviations once in 5e8 tests
 
-# pairs of keys that differ as little as the keys of a training do
+# pairs of keys that differ as little as those of a training run
 NEIGHBOURS = {
     "seeds": ((0,), (1,)),
     "steps": ((3, 2, 1000), (3, 2, 1001)),
@@ -56,7 +56,7 @@ def test_uniform(parts: tuple[int, ...], device: torch.device) -> None:
     # of n uniform numbers the mean has standard deviation 1/√(12 n), the mean square √(4/45 / n)
     assert abs(numbers.mean() - 1 / 2) < SIGMAS / math.sqrt(12 * NUMBER)
     assert abs(numbers.square().mean() - 1 / 3) < SIGMAS * math.sqrt(4 / 45 / NUMBER)
-    # too even is as bad as too uneven: a mere counter fills all bins alike
+    # too uniform is also wrong: a plain counter fills all bins equally
     assert abs(chi_square((numbers * 256).long(), 256)) < SIGMAS
     pairs = (numbers * 16).long().view(-1, 2)
     assert abs(chi_square(pairs[:, 0] * 16 + pairs[:, 1], 256)) < SIGMAS
@@ -86,7 +86,7 @@ def test_neighbouring_keys_are_unrelated(name: str, device: torch.device) -> Non
     assert abs(ones / (32 * NUMBER) - 1 / 2) < SIGMAS / (2 * math.sqrt(32 * NUMBER))
 
 
-def test_keys_of_a_training_are_all_different() -> None:
+def test_keys_of_a_training_run_are_distinct() -> None:
     steps = torch.arange(20_000)
     seen = torch.cat([fold(key(seed, part), steps) for seed in range(3) for part in range(1, 4)])
     assert (seen >= 0).all()
@@ -108,7 +108,7 @@ def test_a_slice_equals_that_of_the_whole(device: torch.device) -> None:
             assert torch.equal(part, whole[first:last])
 
 
-def test_drawn_twice_is_drawn_the_same(device: torch.device) -> None:
+def test_the_same_key_gives_the_same_numbers(device: torch.device) -> None:
     k = key(1, 2, device=device)
     draws = {
         "bits": lambda k: bits((100,), k),
@@ -119,7 +119,7 @@ def test_drawn_twice_is_drawn_the_same(device: torch.device) -> None:
     }
     for name, draw in draws.items():
         first = draw(k)
-        torch.rand(5, device=device)  # torch's own generator plays no part
+        torch.rand(5, device=device)  # torch's generator is not used
         assert torch.equal(draw(k), first), name
         assert torch.equal(draw(key(1, 2, device=device)), first), name
         assert not torch.equal(draw(key(1, 3, device=device)), first), name
@@ -135,13 +135,13 @@ def test_permutation(length: int, device: torch.device) -> None:
     assert order.sort().values.tolist() == list(range(length))
 
 
-def test_every_permutation_is_as_likely() -> None:
+def test_permutations_are_equally_likely() -> None:
     orders = torch.stack([permutation(4, key(seed)) for seed in range(2400)])
     number = (orders * torch.tensor([64, 16, 4, 1])).sum(1)
     _, count = number.unique(return_counts=True)
     assert len(count) == 24
     statistic = ((count - 100).square() / 100).sum().item()
-    assert statistic < 80  # 23 degrees of freedom: above 80 once in 3e7
+    assert statistic < 80  # 23 degrees of freedom: above 80 with probability 3e-8
 
 
 def test_integers(device: torch.device) -> None:

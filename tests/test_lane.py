@@ -1,4 +1,4 @@
-"""The training step: against a plain loop, resumed, in company, and for every recipe of the paper.
+"""The training step: against a plain loop, resumed, side by side, and for every recipe.
 
 Tests marked gpu compare steps captured in CUDA graphs with steps that are not.
 """
@@ -40,7 +40,7 @@ SIZES = [32, 32, 13]
 
 @pytest.fixture(scope="module")
 def data(device: torch.device) -> ImageArrays:
-    """A corner of the digits, in which no image comes twice."""
+    """Some of the digits, without duplicates."""
     digits = load_data("digits")
     assert isinstance(digits, ImageArrays)
     digits = replace(
@@ -64,7 +64,7 @@ def _full_precision() -> Iterator[None]:
 
 @pytest.fixture
 def deterministic(device: torch.device) -> Iterator[None]:
-    """On a GPU, kernels that give the same bits every time; a CPU has no others."""
+    """Deterministic kernels on a GPU; those of the CPU always are."""
     torch.use_deterministic_algorithms(device.type == "cuda")
     yield
     torch.use_deterministic_algorithms(False)
@@ -72,18 +72,18 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 def train(lanes: list[Lane], epochs: int, *, capture: bool = False) -> list[list[list[float]]]:
     """Results of every epoch."""
-    company = SideBySide(lanes, capture=capture)
+    runner = SideBySide(lanes, capture=capture)
     results = []
     for _ in range(epochs):
-        company.train_epoch()
-        results.append(company.evaluate())
+        runner.train_epoch()
+        results.append(runner.evaluate())
         for lane in lanes:
             lane.epoch += 1
     return results
 
 
 def values(lane: Lane) -> list[Tensor]:
-    """Copies of all that a step changes."""
+    """Copies of all tensors that a step changes."""
     return [tensor.detach().clone() for tensor in lane.tensors()]
 
 
@@ -94,21 +94,21 @@ def assert_same_bits(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 def scaled(data: ImageArrays, images: Tensor) -> Tensor:
-    """What a network is fed."""
+    """Input of a network."""
     mean = torch.tensor(data.mean, device=images.device).view(-1, 1, 1)
     std = torch.tensor(data.std, device=images.device).view(-1, 1, 1)
     return (images.double() / 255 - mean) / std
 
 
 def fed_images(lane: Lane) -> list[Tensor]:
-    """A list that every step will add its batch to, as the network sees it."""
+    """List to which every step appends the input of its network."""
     batches: list[Tensor] = []
     lane._model.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0].clone()))
     return batches
 
 
 def places(batch: Tensor, candidates: Tensor) -> list[int]:
-    """Place of every image among candidates (N, C, H, W), which it must equal up to rounding."""
+    """Index of every image among candidates (N, C, H, W), up to rounding."""
     distance = torch.cdist(
         batch.double().flatten(1),
         candidates.double().flatten(1),
@@ -120,7 +120,7 @@ def places(batch: Tensor, candidates: Tensor) -> list[int]:
 
 
 class PlainLoop:
-    """The training of a recipe as a newcomer would write it: no draws, no capture, no fusion."""
+    """Training of a recipe in the simplest form: no random numbers, capture or fused kernels."""
 
     def __init__(self, recipe: Recipe, seed: int, data: ImageArrays) -> None:
         self.recipe, self.data = recipe, data
@@ -140,7 +140,7 @@ class PlainLoop:
         ).to(data.train_images.device)
 
     def epoch(self, batches: list[list[int]], rate: float, progress: list[float]) -> float:
-        """Train on the images of these numbers; returns the mean loss over the images."""
+        """Train on the images with these indices and return their mean loss."""
         total = 0.0
         for numbers, t in zip(batches, progress, strict=True):
             images = scaled(self.data, self.data.train_images[numbers]).float()
@@ -251,7 +251,9 @@ def test_a_lane_equals_a_plain_loop(name: str, data: ImageArrays, device: torch.
             for value, other in zip(lane._momentum(), plain.velocity, strict=True):
                 torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-3)
         error, nll, ece, top5_error = plain.evaluate()
-        assert result[1] == pytest.approx(error, abs=100 / 101 * 1.01)  # one image on the border
+        assert result[1] == pytest.approx(
+            error, abs=100 / 101 * 1.01
+        )  # one image at the decision boundary
         assert result[2] == pytest.approx(nll, rel=2e-3)
         assert result[3] == pytest.approx(ece, abs=1.5 / 101)
         assert result[4] == pytest.approx(top5_error, abs=100 / 101 * 1.01)
@@ -270,7 +272,7 @@ def test_the_statistics_are_those_of_all_images_seen(
 
 
 def test_order_and_augmentation_by_seed_and_epoch(data: ImageArrays, device: torch.device) -> None:
-    """Each image, cropped and flipped, is one of its 162 variants, and not always the same."""
+    """Each cropped and flipped image is one of its 162 variants, which vary."""
     recipe = replace(RECIPE, augment=("crop", "flip"))
     padded = F.pad(data.train_images.float(), [4] * 4, mode="reflect").to(torch.uint8)
     variants = torch.stack(
@@ -292,7 +294,7 @@ def test_order_and_augmentation_by_seed_and_epoch(data: ImageArrays, device: tor
         fed = torch.cat(batches)
         candidates = scaled(data, variants.flatten(0, 1))
         found = torch.tensor(places(fed, candidates)).view(2, NUMBER)
-        # the same variant may come from several offsets, an image from no other image
+        # several offsets may give the same variant, but never that of another image
         for epoch in range(2):
             assert sorted((found[epoch] // 162).tolist()) == list(range(NUMBER))
         assert len((found % 162).unique()) > 50
@@ -310,7 +312,7 @@ def test_batch_sizes_keep_the_partial_batch(data: ImageArrays, device: torch.dev
         )
 
 
-EVERYTHING = replace(  # all that could have state of its own
+EVERYTHING = replace(  # everything that may have state
     RECIPE, augment=("crop", "flip", "autoaugment", "cutout"), drop_rate=0.3, ema=0.9, ramp="step"
 )
 
@@ -321,9 +323,7 @@ EVERYTHING = replace(  # all that could have state of its own
     [RECIPE, EVERYTHING, replace(RECIPE.baseline(), momentum=0.0, nesterov=False)],
     ids=["isda", "everything", "no momentum"],
 )
-def test_a_checkpoint_holds_all_that_goes_on(
-    recipe: Recipe, data: ImageArrays, device: torch.device
-) -> None:
+def test_a_checkpoint_is_complete(recipe: Recipe, data: ImageArrays, device: torch.device) -> None:
     lane = Lane(recipe, 3, data, device)
     train([lane], 1)
     file = io.BytesIO()
@@ -372,7 +372,7 @@ def test_tensors_are_all_that_a_step_changes(
 
 
 def reachable(root: object) -> dict[str, object]:
-    """Every tensor (address and copy), number and string that can be reached from an object."""
+    """All tensors (address and copy), numbers and strings reachable from an object."""
     found: dict[str, object] = {}
     seen = set()
 
@@ -421,7 +421,7 @@ def test_dropout_is_drawn_by_seed_step_and_layer(data: ImageArrays, device: torc
         for module in lane.network.modules():
             if isinstance(module, Dropout):
                 module.register_forward_hook(record)
-        torch.manual_seed(len(runs))  # torch's own generator plays no part
+        torch.manual_seed(len(runs))  # torch's generator is not used
         train([lane], 2)
         runs.append((lane, torch.stack(masks).flatten(1)))
     (first, masks), (again, repeated), (_, others) = runs
@@ -438,7 +438,7 @@ def test_dropout_is_drawn_by_seed_step_and_layer(data: ImageArrays, device: torc
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_in_company_as_alone(data: ImageArrays, device: torch.device) -> None:
+def test_side_by_side_equals_alone(data: ImageArrays, device: torch.device) -> None:
     recipes = [RECIPE, RECIPE.baseline(), EVERYTHING]
     alone = []
     for seed, recipe in enumerate(recipes):
@@ -459,7 +459,7 @@ def test_evaluation_in_several_batches(
     state = values(lane)
     monkeypatch.setattr(lane_module, "_TEST_BATCH", 30)  # 30, 30, 30, 11
     (parts,) = SideBySide([lane], capture=False).evaluate()
-    # the same sums in another order
+    # the same sums in a different order
     assert parts == pytest.approx(whole, rel=1e-4)
     assert_same_bits(values(lane), state)
 
@@ -513,7 +513,7 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
         batch_size=5 if folder else 2,
         learning_rate=usual.learning_rate / 100,  # made for larger batches
         epochs=3,  # of which the second is trained: the last may have a learning rate of 0
-        compile=False,  # on a GPU it takes a minute each; a test of its own has it
+        compile=False,  # takes a minute each on a GPU, and has its own test
         precision=usual.precision if usual.network in LIGHT else "fp32",
     )
     channels = 1 if usual.data == "digits" else 3
@@ -522,7 +522,7 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
     lane.epoch = 1
     for module in lane.network.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.momentum = 1.0  # two or three steps are few for a running average
+            module.momentum = 1.0  # two or three steps are too few for a running average
     start = [parameter.detach().clone() for parameter in lane.parameters]
     assert list(lane.batch_sizes()) == ([5, 4] if folder else [2, 2, 1])
     ((results,),) = train([lane], 1)  # with a third of λ₀
@@ -541,10 +541,10 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
 
 @pytest.mark.gpu
 def test_precision_of_products_does_not_show_in_the_curves() -> None:
-    """Products of Eq. 4 in bfloat16, as in all bf16 recipes, or as precise as float32.
+    """Products of Eq. 4 in bfloat16, as in all bf16 recipes, and in float32.
 
-    The two part by rounding alone, so that the mean curves of eight seeds lie closer together than
-    two seeds do.
+    The two differ only by rounding, so the mean curves of eight seeds are closer to each other than
+    the curves of two seeds.
     """
     digits = load_data("digits")
     assert isinstance(digits, ImageArrays)
@@ -586,7 +586,7 @@ class TestCaptured:
         assert train([one], 3, capture=True) == train([other], 3)
         assert_same_bits(values(one), values(other))
 
-    def test_in_company_as_alone(self, data: ImageArrays, device: torch.device) -> None:
+    def test_side_by_side_equals_alone(self, data: ImageArrays, device: torch.device) -> None:
         lanes = [Lane(recipe, seed, data, device) for seed, recipe in enumerate(self.RECIPES)]
         results = train(lanes, 3, capture=True)
         for number, recipe in enumerate(self.RECIPES):
@@ -609,7 +609,7 @@ class TestCaptured:
         recipe = replace(RECIPE, compile=True, channels_last=True, augment=("crop", "flip"))
         compiled = Lane(recipe, 1, data, device)
         plain = Lane(replace(recipe, compile=False), 1, data, device)
-        # compiled kernels round otherwise: see the tolerance of the plain loop
+        # compiled kernels round differently: see the tolerance of the plain loop
         for one, other in zip(train([compiled], 3, capture=True), train([plain], 3), strict=True):
             assert one[0][0] == pytest.approx(other[0][0], rel=1e-2)
         for one, other in zip(compiled.parameters, plain.parameters, strict=True):
