@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from forks import START_METHOD
 from reference import Inputs, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -642,8 +643,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    method = "spawn" if torch.cuda.is_available() else "fork"  # saves the imports
-    mp.start_processes(work, args=(str(folder),), nprocs=2, start_method=method)
+    mp.start_processes(work, args=(str(folder),), nprocs=2, start_method=START_METHOD)
     return [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(2)]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import START_METHOD
 
 from isda.experiments import search as module
 from isda.experiments.cli import run as run_command
@@ -415,7 +416,7 @@ def test_two_processes_choose_the_same() -> None:
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    context = multiprocessing.get_context(START_METHOD)
     ranks = [context.Process(target=search_as_rank, args=(rank, port)) for rank in range(2)]
     for process in ranks:
         process.start()

@@ -21,6 +21,7 @@ from typing import Any
 import conftest  # noqa: F401 - its settings also hold in the processes that are started here
 import pytest
 import torch
+from forks import START_METHOD
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -193,9 +194,7 @@ def train_and_die(prepare: Callable[[int], None], number: int, options: Options)
 
 
 def start(target: Callable[..., None], *arguments: object) -> Any:
-    # fork saves importing torch, but is not possible after CUDA was used
-    method = "spawn" if torch.cuda.is_available() else "fork"
-    process = multiprocessing.get_context(method).Process(target=target, args=arguments)
+    process = multiprocessing.get_context(START_METHOD).Process(target=target, args=arguments)
     process.start()
     return process
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import START_METHOD
 
 from isda.experiments.cli import main
 from isda.experiments.recipes import RECIPES
@@ -80,7 +81,7 @@ def on_two(work: Callable[..., None], *arguments: Any) -> list[int | None]:
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    context = multiprocessing.get_context(START_METHOD)
     ranks = [
         context.Process(target=as_rank, args=(rank, port, work, arguments)) for rank in range(WORLD)
     ]
