@@ -144,10 +144,10 @@ def test_errors_of_sizes(arguments: dict, message: str) -> None:
 
 def test_random_images(device: torch.device) -> None:
     options = {"num_classes": 13, "shape": (3, 5, 7), "device": device}
-    data = random_images(230, test_number=3, **options)
+    data = random_images(230, **options)
     assert data.train_images.shape == (230, 3, 5, 7)
     assert data.train_images.dtype == torch.uint8
-    assert data.test_images.shape == (3, 3, 5, 7)
+    assert data.test_images.shape == (1, 3, 5, 7)
     assert len(data.train_images.unique(dim=0)) == 230  # also across chunks
     images = data.train_images.double()
     deviation = 255 / math.sqrt(12)  # of a uniform number; 5 standard errors

@@ -141,7 +141,6 @@ def random_images(
     num_classes: int,
     shape: tuple[int, int, int],
     device: torch.device,
-    test_number: int = 1,
 ) -> ImageArrays:
     """Random images and targets: the speed does not depend on the content."""
 
@@ -154,7 +153,7 @@ def random_images(
         return images, counter_rng.integers((count,), key, high=num_classes)
 
     train_images, train_target = draw(number, 0)
-    test_images, test_target = draw(test_number, 1)
+    test_images, test_target = draw(1, 1)
     return ImageArrays(
         name="random",
         train_images=train_images,
