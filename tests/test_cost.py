@@ -317,9 +317,8 @@ def test_statistics_larger_than_host_memory_are_skipped(monkeypatch: pytest.Monk
     options = {"device": torch.device("cpu"), "batch_size": 4, "steps": 1, "repeats": 1}
     monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * full)
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", "does not fit"]
-    monkeypatch.setattr(
-        step_cost, "_host_memory", lambda: 2 * full + 2 * 10_000
-    )  # means and counts
+    others = 10_000  # bytes of means and counts
+    monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * (full + others))
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", ""]
 
 

@@ -16,8 +16,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-from torchvision.transforms import v2
 
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import epoch_order, rank_slice, split, steps_per_epoch
@@ -215,6 +213,8 @@ class _Files(Dataset[tuple[Tensor, int]]):
     """Reads the files named by the items, so that workers do not copy the whole list."""
 
     def __init__(self, data: FolderImages) -> None:
+        from torchvision.transforms import v2  # slow to import
+
         to_tensor = [
             v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
@@ -288,6 +288,8 @@ def _class_names(path: Path) -> list[str]:
 
 
 def _samples(path: Path, class_names: list[str]) -> list[tuple[str, int]]:
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset  # slow to import
+
     places = {name: index for index, name in enumerate(class_names)}
     return make_dataset(path, places, extensions=IMG_EXTENSIONS, allow_empty=True)
 

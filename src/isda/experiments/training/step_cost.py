@@ -183,9 +183,9 @@ class _Bench:
         self._recipe, self._device = recipe, device
         self._on_gpu = device.type == "cuda"
         gc.collect()  # memory allocated from now on counts
-        self._held = (
-            torch.cuda.memory_allocated(device) if self._on_gpu else 0
-        )  # memory of the images
+        self._held = 0  # memory of the images
+        if self._on_gpu:
+            self._held = torch.cuda.memory_allocated(device)
         self._lane = Lane(recipe.baseline(), 0, data, device)
         self._lane.epoch = recipe.epochs // 2  # the strength is half of λ₀
         self._cases: dict[str, tuple[nn.Module, SideBySide]] = {}
