@@ -144,10 +144,10 @@ def test_errors_of_sizes(arguments: dict, message: str) -> None:
 
 def test_random_images(device: torch.device) -> None:
     options = {"num_classes": 13, "shape": (3, 5, 7), "device": device}
-    data = random_images(230, test_number=3, **options)
+    data = random_images(230, **options)
     assert data.train_images.shape == (230, 3, 5, 7)
     assert data.train_images.dtype == torch.uint8
-    assert data.test_images.shape == (3, 3, 5, 7)
+    assert data.test_images.shape == (1, 3, 5, 7)
     assert len(data.train_images.unique(dim=0)) == 230  # also across chunks
     images = data.train_images.double()
     deviation = 255 / math.sqrt(12)  # of a uniform number; 5 standard errors
@@ -317,9 +317,8 @@ def test_statistics_larger_than_host_memory_are_skipped(monkeypatch: pytest.Monk
     options = {"device": torch.device("cpu"), "batch_size": 4, "steps": 1, "repeats": 1}
     monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * full)
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", "does not fit"]
-    monkeypatch.setattr(
-        step_cost, "_host_memory", lambda: 2 * full + 2 * 10_000
-    )  # means and counts
+    others = 10_000  # bytes of means and counts
+    monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * (full + others))
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", ""]
 
 

@@ -408,7 +408,7 @@ def test_crops_do_not_depend_on_the_order(photos: Path) -> None:
     assert len({image.numpy().tobytes() for image in images}) == 8
 
 
-def test_workers_resume_and_ranks_change_nothing(photos: Path) -> None:
+def test_workers_and_ranks_change_nothing(photos: Path) -> None:
     strangers = multiprocessing.active_children()
     whole = epoch_of(folder_of(photos))
     data = folder_of(photos, workers=2)
@@ -416,7 +416,7 @@ def test_workers_resume_and_ranks_change_nothing(photos: Path) -> None:
     early = data.train_batches(batch_size=5, seed=3, epoch=1)
     next(early)
     early.close()  # stopped in the middle: prefetched batches do not appear later
-    assert_same(epoch_of(data, start_step=3), whole[3:])
+    assert_same(epoch_of(data), whole)
     side_by_side = zip(
         data.train_batches(batch_size=5, seed=3, epoch=1),
         data.train_batches(batch_size=5, seed=3, epoch=1),

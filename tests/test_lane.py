@@ -251,9 +251,8 @@ def test_a_lane_equals_a_plain_loop(name: str, data: ImageArrays, device: torch.
             for value, other in zip(lane._momentum(), plain.velocity, strict=True):
                 torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-3)
         error, nll, ece, top5_error = plain.evaluate()
-        assert result[1] == pytest.approx(
-            error, abs=100 / 101 * 1.01
-        )  # one image at the decision boundary
+        # one image at the decision boundary
+        assert result[1] == pytest.approx(error, abs=100 / 101 * 1.01)
         assert result[2] == pytest.approx(nll, rel=2e-3)
         assert result[3] == pytest.approx(ece, abs=1.5 / 101)
         assert result[4] == pytest.approx(top5_error, abs=100 / 101 * 1.01)

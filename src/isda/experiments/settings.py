@@ -166,17 +166,13 @@ class Recipe:
         phase = min((epoch + self.cosine_offset) / self.epochs, 1.0)
         return 0.5 * self.learning_rate * (1 + math.cos(math.pi * phase))
 
-    def progress_at(self, epoch: int, *, step: int = 0, steps: int = 1) -> float:
-        """Progress t/T of the ramp in an epoch, at step ``step`` of ``steps``, counted from 0.
+    def progress_at(self, epoch: int) -> float:
+        """Progress t/T of the ramp at the start of an epoch, counted from 0.
 
         The strength is ``lambda_0 * progress``. With ``ramp="epoch"`` the first epoch is plain
         cross entropy.
         """
-        if self.ramp == "constant":
-            return 1.0
-        if self.ramp == "epoch":
-            return epoch / self.epochs
-        return (epoch * steps + step) / (self.epochs * steps)
+        return 1.0 if self.ramp == "constant" else epoch / self.epochs
 
     def baseline(self) -> "Recipe":
         """The same recipe with cross entropy."""

@@ -14,7 +14,7 @@ from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError, unknown
 
 if TYPE_CHECKING:
-    from isda.experiments.data.folders import FolderImages
+    from isda.experiments.data.folders import FolderImages  # which imports this module
 
 __all__ = [
     "DATA",
@@ -134,7 +134,7 @@ def load_data(
     if kind == "imagefolder" and not path:
         raise InputError("imagefolder needs a path, such as imagefolder:photos")
 
-    from isda.experiments.data.folders import load_folder  # imports torchvision
+    from isda.experiments.data.folders import load_folder
 
     return load_folder(
         Path(path or root or "").expanduser(),

@@ -25,7 +25,7 @@ POLICY: tuple[tuple[tuple[str, float, int | None], ...], ...] = tuple(
 )
 
 
-def autoaugment(images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
+def autoaugment(images: Tensor, key: Tensor) -> Tensor:
     """Apply to each image the two operations of a randomly drawn sub-policy.
 
     Equivalent to torchvision's ``v2.AutoAugment(AutoAugmentPolicy.CIFAR10)`` on every image, with
@@ -34,12 +34,11 @@ def autoaugment(images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
     Args:
         images: uint8 images of one or three channels, on the key's device.
         key: key of this run and epoch (see :mod:`isda.experiments.data.counter_rng`).
-        start: index of the first image in the data set, if ``images`` is a slice of it.
 
     Shape:
         images (N, C, H, W); output (N, C, H, W).
     """
-    choice, applied, negative = draw_policies(len(images), key, start=start)
+    choice, applied, negative = draw_policies(len(images), key)
     variants, table = _variants(images.shape[-2], images.shape[-1])
     index = torch.tensor(table, device=images.device)  # (25, 2, 2)
     chunk = max(1, _CHUNK // max(1, images[:1].numel()))
@@ -55,17 +54,17 @@ def autoaugment(images: Tensor, key: Tensor, *, start: int = 0) -> Tensor:
     return images
 
 
-def draw_policies(number: int, key: Tensor, *, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def draw_policies(number: int, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sub-policy of every image, whether its two operations apply, and whether they are negated.
 
     Shape:
         outputs (N,) int64 in [0, 25), (N, 2) bool, (N, 2) bool.
     """
-    choice = integers((number,), fold(key, 0), high=len(POLICY), start=start)
+    choice = integers((number,), fold(key, 0), high=len(POLICY))
     chance = [[probability for _, probability, _ in pair] for pair in POLICY]
-    applied = uniform((number, 2), fold(key, 1), start=2 * start)
+    applied = uniform((number, 2), fold(key, 1))
     applied = applied < torch.tensor(chance, device=key.device)[choice]
-    return choice, applied, integers((number, 2), fold(key, 2), high=2, start=2 * start) == 1
+    return choice, applied, integers((number, 2), fold(key, 2), high=2) == 1
 
 
 _CHUNK = 2**25  # elements per call, which become float32 and int64

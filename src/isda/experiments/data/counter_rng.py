@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["bits", "fold", "integers", "key", "normal", "permutation", "uniform"]
+__all__ = ["bits", "fold", "integers", "key", "permutation", "uniform"]
 
 _MASK = 0xFFFFFFFF
 
@@ -42,12 +42,6 @@ def bits(shape: tuple[int, ...], key: Tensor, *, start: int = 0) -> Tensor:
 def uniform(shape: tuple[int, ...], key: Tensor, *, start: int = 0) -> Tensor:
     """Uniform float32 numbers in [0, 1)."""
     return ((_words(shape, key, start) >> 8) & 0xFFFFFF).to(torch.float32) * 2.0**-24
-
-
-def normal(shape: tuple[int, ...], key: Tensor) -> Tensor:
-    """Standard normal float32 numbers (Box-Muller)."""
-    radius = (-2 * torch.log1p(-uniform(shape, fold(key, 0)))).sqrt()
-    return radius * torch.cos(2 * math.pi * uniform(shape, fold(key, 1)))
 
 
 def integers(shape: tuple[int, ...], key: Tensor, *, high: int, start: int = 0) -> Tensor:

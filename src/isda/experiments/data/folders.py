@@ -1,7 +1,7 @@
 """Images in one folder per class, decoded by worker processes: ImageNet and your own data.
 
-The random crop of an image depends only on seed, epoch and the index of the image: not on the
-number of workers or ranks, nor on the step at which a run was resumed.
+The random crop of an image depends only on seed, epoch and the index of the image, not on the
+number of workers or ranks.
 """
 
 import warnings
@@ -16,8 +16,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
-from torchvision.transforms import v2
 
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import epoch_order, rank_slice, split, steps_per_epoch
@@ -73,7 +71,6 @@ class FolderImages:
         epoch: int,
         rank: int = 0,
         world: int = 1,
-        start_step: int = 0,
     ) -> Iterator[_Batch]:
         """Batches of an epoch in random order, randomly cropped and flipped.
 
@@ -83,7 +80,6 @@ class FolderImages:
             epoch: epoch, counted from 0.
             rank: rank whose part of each batch is returned; it may be empty.
             world: number of ranks.
-            start_step: number of batches to skip, to resume within an epoch.
 
         Shape:
             yields images float32 (N, 3, S, S) and target int64 (N,), pinned if there is a GPU.
@@ -94,7 +90,7 @@ class FolderImages:
         target = self.train_target.tolist()
 
         def batches() -> Iterator[list[_Item]]:
-            for step in range(start_step, steps_per_epoch(number, batch_size)):
+            for step in range(steps_per_epoch(number, batch_size)):
                 batch = order[step * batch_size : (step + 1) * batch_size]
                 part = batch[rank_slice(len(batch), rank=rank, world=world)]
                 yield [(self.train_files[i], target[i], seeds[i]) for i in part]
@@ -217,6 +213,8 @@ class _Files(Dataset[tuple[Tensor, int]]):
     """Reads the files named by the items, so that workers do not copy the whole list."""
 
     def __init__(self, data: FolderImages) -> None:
+        from torchvision.transforms import v2  # slow to import
+
         to_tensor = [
             v2.ToImage(),
             v2.ToDtype(torch.float32, scale=True),
@@ -290,6 +288,8 @@ def _class_names(path: Path) -> list[str]:
 
 
 def _samples(path: Path, class_names: list[str]) -> list[tuple[str, int]]:
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset  # slow to import
+
     places = {name: index for index, name in enumerate(class_names)}
     return make_dataset(path, places, extensions=IMG_EXTENSIONS, allow_empty=True)
 

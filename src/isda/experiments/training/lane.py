@@ -81,12 +81,8 @@ class Lane:
 
         self.learning_rate = torch.zeros((), device=device)
         self.progress = torch.zeros((), device=device)  # t/T of λ
-        self.position = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # images used in this epoch
-        self.steps = torch.zeros(
-            (), dtype=torch.int64, device=device
-        )  # steps since the start of the run
+        self.position = torch.zeros((), dtype=torch.int64, device=device)  # in the epoch's images
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)  # since the run started
         self.total_loss = torch.zeros((), device=device)  # summed over the images of the epoch
         self.network_key = counter_rng.key(seed, _NETWORK, device=device)
         self.step_key = torch.zeros_like(self.network_key)  # for the random layers of the network

@@ -141,7 +141,6 @@ def random_images(
     num_classes: int,
     shape: tuple[int, int, int],
     device: torch.device,
-    test_number: int = 1,
 ) -> ImageArrays:
     """Random images and targets: the speed does not depend on the content."""
 
@@ -154,7 +153,7 @@ def random_images(
         return images, counter_rng.integers((count,), key, high=num_classes)
 
     train_images, train_target = draw(number, 0)
-    test_images, test_target = draw(test_number, 1)
+    test_images, test_target = draw(1, 1)
     return ImageArrays(
         name="random",
         train_images=train_images,
@@ -184,9 +183,9 @@ class _Bench:
         self._recipe, self._device = recipe, device
         self._on_gpu = device.type == "cuda"
         gc.collect()  # memory allocated from now on counts
-        self._held = (
-            torch.cuda.memory_allocated(device) if self._on_gpu else 0
-        )  # memory of the images
+        self._held = 0  # memory of the images
+        if self._on_gpu:
+            self._held = torch.cuda.memory_allocated(device)
         self._lane = Lane(recipe.baseline(), 0, data, device)
         self._lane.epoch = recipe.epochs // 2  # the strength is half of λ₀
         self._cases: dict[str, tuple[nn.Module, SideBySide]] = {}
