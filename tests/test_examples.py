@@ -1,4 +1,4 @@
-"""The examples run, the code in README.md runs as printed, and the documentation is complete."""
+"""The examples and the code in README.md run, and the documentation is complete."""
 
 import pkgutil
 import re
@@ -109,7 +109,7 @@ def test_api_page_lists_everything_public() -> None:
 
 
 class UnitVariance:
-    """The simplest estimator of one's own: the same variance of 1 for every feature."""
+    """A minimal custom estimator: every feature has variance 1."""
 
     def update(self, features: Tensor, target: Tensor) -> None:
         pass
