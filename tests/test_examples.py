@@ -143,6 +143,7 @@ def create_names(*, attached: bool) -> dict[str, Any]:
         "images": torch.randn(2, 3, 5, 5),
         "isda": isda,
         "label_map": torch.randint(4, (2, 5, 5)).index_fill_(1, torch.tensor(0), 255),
+        "labels": torch.randint(2, (6, 10)).float(),
         "model": model,
         "probabilities": torch.randn(6, 10).softmax(1),
         "pseudo_label": torch.randint(10, (6,)),
