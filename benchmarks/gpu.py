@@ -1,10 +1,10 @@
-"""Every record of docs/speed.md and docs/training.md, on the GPU at hand.
+"""Measure every record of docs/speed.md and docs/training.md on this machine's GPU.
 
     python benchmarks/gpu.py --out records
 
-``compile`` fills torch's cache with all networks of the paper, several at a time: one after the
-other takes longer than all the rest. ``cost``, ``kernels`` and ``train`` then measure, with nothing
-else on the machine. A step that was killed can be started again; ``cost`` goes on where it was.
+``compile`` fills torch's cache with all networks of the paper, several at a time, because compiling
+them one by one takes longer than everything else. ``cost``, ``kernels`` and ``train`` then measure;
+nothing else should run on the machine. A step that was killed can be repeated; ``cost`` resumes.
 """
 
 import argparse
@@ -18,31 +18,39 @@ from pathlib import Path
 
 import torch
 
-from isda.experiments.bench import isda_recipe, usual_batch_size
 from isda.experiments.networks import NETWORKS, create_network
+from isda.experiments.training.step_cost import isda_recipe, usual_batch_size
 
 STEPS = ("compile", "cost", "kernels", "train")
-DATA = {"cifar100": 32, "imagenet": 8}  # and the steps that are timed at once
+DATA = {"cifar100": 32, "imagenet": 8}  # data set: steps per measurement
 FOLDER = Path(__file__).parent
-HIGH = ("128,100,64,full", "128,100,512,full", "128,100,640,full")  # shapes also measured so
+HIGH = (
+    "128,100,64,full",
+    "128,100,512,full",
+    "128,100,640,full",
+)  # shapes also measured with high precision
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the CSV files")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS, help="default: all")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the CSV files")
+    parser.add_argument(
+        "--steps", nargs="+", choices=STEPS, default=STEPS, help="steps to run (default: all)"
+    )
     parser.add_argument(
         "--data",
         nargs="+",
         choices=DATA,
         default=[*DATA],
-        help="whose networks compile and cost take",
+        help="data sets whose networks are compiled and measured",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compiled at a time")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="networks to compile at the same time"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only print the commands")
     given = parser.parse_args(arguments)
     if given.jobs < 1:
         parser.error(f"--jobs must be >= 1, got {given.jobs}")
@@ -61,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def commands_of(step: str, out: Path, data: Iterable[str] = DATA) -> list[list[str]]:
-    """The commands of a step."""
+    """Commands of a step."""
     train = [sys.executable, str(FOLDER / "train.py")]
     kernels = [sys.executable, str(FOLDER / "kernels.py"), "--out", str(out / "kernels.csv")]
     if step == "compile":
@@ -95,18 +103,18 @@ def commands_of(step: str, out: Path, data: Iterable[str] = DATA) -> list[list[s
 
 
 def networks(data: str) -> list[str]:
-    """The networks that the paper trains on some data."""
+    """Networks that the paper trains on a data set."""
     return [name for name in NETWORKS if isda_recipe(name).data == data]
 
 
 def depth(name: str) -> int:
-    """Number of tensors: what takes longest to compile has most."""
+    """Number of parameter tensors, which predicts the time to compile."""
     with torch.device("meta"):
         return len(list(create_network(name, num_classes=2).parameters()))
 
 
 def compile_flags(name: str) -> list[str]:
-    """Two steps of cross entropy with the batch of ``isda cost``."""
+    """Flags for two steps of cross entropy with the batch size of ``isda cost``."""
     recipe = isda_recipe(name)
     batch = usual_batch_size(name, torch.device("cuda"))
     flags = ["--data", recipe.data, "--networks", name, "--methods", "ce", "--no-capture"]
@@ -114,7 +122,7 @@ def compile_flags(name: str) -> list[str]:
 
 
 def run(command: list[str]) -> int:
-    """Run a command, which prints what it does; its exit code."""
+    """Run a command and return its exit code."""
     return subprocess.run(command, check=False).returncode
 
 

@@ -44,7 +44,7 @@ from torch.nn import functional as F
 import isda
 from isda import ops
 from isda.covariance import update_and_quadratic
-from isda.experiments.runs import environment
+from isda.experiments.training.environment import environment
 
 __all__ = ["Row", "copy_bandwidth", "draw", "floor_bytes", "main", "markdown", "measure"]
 

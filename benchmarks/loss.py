@@ -400,7 +400,7 @@ def _loss(case: Case, features: Tensor, target: Tensor, head: nn.Linear) -> Call
             tensor.add_(0)  # zeros take up no memory before they are written to
 
     def compute() -> Tensor:
-        criterion.zero_grad(set_to_none=True)  # centers are parameters
+        criterion.zero_grad(set_to_none=True)
         return criterion(features, head.weight, target, bias=head.bias, progress=0.5)
 
     return compute
@@ -408,7 +408,7 @@ def _loss(case: Case, features: Tensor, target: Tensor, head: nn.Linear) -> Call
 
 def _criterion(case: Case, num_features: int, num_classes: int) -> nn.Module:
     if case.form in BASELINES:
-        from isda.experiments import baselines
+        from isda.experiments.losses import baselines
 
         create: dict[str, Callable[[], nn.Module]] = {
             "focal": baselines.FocalLoss,

@@ -1,10 +1,10 @@
-"""Speed of training: seconds per epoch, images/s, TFLOP/s and peak memory, CE beside ISDA.
+"""Speed of training: seconds per epoch, images/s, TFLOP/s and peak memory of CE and ISDA.
 
     python benchmarks/train.py --networks resnet32 wide_resnet28_10 --side-by-side 1 6
 
-takes the steps of the recipes ``<data>-<network>-ce`` and ``-isda`` on random images that lie on
-the device, as CIFAR does. An epoch is timed whole, after one that compiles and captures. The
-seconds are those of one run: the time of all that train side by side, divided by their number.
+runs the training steps of the recipes ``<data>-<network>-ce`` and ``-isda`` on random images that
+are on the device, like CIFAR. It times whole epochs, after one that compiles and captures. Seconds
+are per run: the time of all runs side by side, divided by their number.
 """
 
 import argparse
@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 
-from isda.experiments.bench import SHAPES, random_images
-from isda.experiments.company import Company
 from isda.experiments.cost import multiply_adds
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.recipes import Recipe, get_recipe
-from isda.experiments.runs import environment
-from isda.experiments.step import Lane
-from isda.experiments.train import join_processes
+from isda.experiments.recipes import get_recipe
+from isda.experiments.settings import Recipe
+from isda.experiments.training.device import join_processes
+from isda.experiments.training.environment import environment
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.step_cost import SHAPES, random_images
 
 EPOCH_IMAGES = {"digits": 1437, "cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167}
 COLUMNS = {  # header of the Markdown table
@@ -40,20 +41,23 @@ COLUMNS = {  # header of the Markdown table
 }
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", default="cifar100", choices=list(SHAPES))
     parser.add_argument("--networks", nargs="+", default=["resnet32"])
     parser.add_argument("--methods", nargs="+", default=["ce", "isda"])
     parser.add_argument("--side-by-side", nargs="+", type=int, default=[1])
-    parser.add_argument("--images", type=int, help="images in the timed epoch (default: all)")
-    parser.add_argument("--epochs", type=int, default=1, help="timed epochs; the fastest counts")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe")
+    parser.add_argument("--images", type=int, help="images per epoch (default: all)")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs to time; the fastest counts")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="change fields of the recipe"
+    )
     parser.add_argument("--no-capture", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
-    parser.add_argument("--table", type=Path, help="print the Markdown table of a CSV file and end")
-    arguments = parser.parse_args()
+    parser.add_argument("--table", type=Path, help="print a CSV file as a Markdown table and exit")
+    arguments = parser.parse_args(words)
     for name in ("epochs", "images", "side_by_side"):
         value = getattr(arguments, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
@@ -70,7 +74,7 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Time every network, number of runs and method that was asked for."""
+    """Measure every combination of network, number of runs and method."""
     torch.backends.cudnn.benchmark = True
     rows: list[dict[str, Any]] = []
     for network in arguments.networks:
@@ -96,7 +100,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Time one epoch of ``number`` runs side by side."""
+    """Measure an epoch of ``number`` runs side by side."""
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
     num_classes, shape = SHAPES[recipe.data]
@@ -107,12 +111,12 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     lanes = [Lane(recipe, seed, data, device) for seed in range(number)]
-    company = Company(lanes, capture=on_gpu and not arguments.no_capture)
+    runner = SideBySide(lanes, capture=on_gpu and not arguments.no_capture)
     began = time.perf_counter()
-    company.train_epoch()
-    company.evaluate()
+    runner.train_epoch()
+    runner.evaluate()
     start_up = time.perf_counter() - began
-    seconds = min(timed(company, device) for _ in range(arguments.epochs))
+    seconds = min(timed(runner, device) for _ in range(arguments.epochs))
     per_second = number * images / seconds
     return {
         "data": recipe.data,
@@ -121,7 +125,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
         "side_by_side": number,
         "batch_size": recipe.batch_size,
         "precision": recipe.precision,
-        "captured": company.capture,
+        "captured": runner.capture,
         "timed_images": images,
         "seconds_per_epoch": round(EPOCH_IMAGES[recipe.data] / per_second, 4),
         "images_per_second": round(per_second),
@@ -132,19 +136,19 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     }
 
 
-def timed(company: Company, device: torch.device) -> float:
-    """Seconds of an epoch of training, without the evaluation."""
+def timed(runner: SideBySide, device: torch.device) -> float:
+    """Seconds of an epoch of training without evaluation."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     began = time.perf_counter()
-    company.train_epoch()
+    runner.train_epoch()
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
 def changes(recipe: Recipe, settings: list[str]) -> dict[str, Any]:
-    """Fields of the recipe from ``FIELD=VALUE``."""
+    """Changed fields of the recipe from ``FIELD=VALUE``."""
     result: dict[str, Any] = {}
     for setting in settings:
         name, _, text = setting.partition("=")
@@ -154,24 +158,24 @@ def changes(recipe: Recipe, settings: list[str]) -> dict[str, Any]:
         try:
             result[name] = text == "True" if kind is bool else kind(text)
         except ValueError as error:
-            raise InputError(f"{setting} is not a value for the field {name}: {error}") from error
+            raise InputError(f"{setting}: invalid value for the field {name}: {error}") from error
     return result
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a CSV file that was written here."""
+    """Rows of a CSV file of this script."""
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     if not rows or not {"method", "seconds_per_epoch"} <= rows[0].keys():
-        raise InputError(f"{path} is not a table of this script")
+        raise InputError(f"{path} is not a CSV file of this script")
     return rows
 
 
 def write(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a CSV file, at once: what was measured stays, whatever comes after."""
+    """Append a row to a CSV file right away, so that a crash does not lose it."""
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
@@ -182,13 +186,13 @@ def write(path: Path, row: dict[str, Any]) -> None:
 
 
 def case(row: dict[str, Any]) -> tuple[str, ...]:
-    """What two rows must share to be compared."""
+    """Settings that two rows must share to be compared."""
     keys = ("data", "network", "side_by_side", "batch_size", "precision", "captured", "device")
     return tuple(str(row[key]) for key in keys)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """Rows as a Markdown table; ISDA's time in percent of its cross entropy's beside it."""
+    """Rows as a Markdown table, with the time that ISDA adds to cross entropy."""
     lines = ["| " + " | ".join(COLUMNS.values()) + " |"]
     lines.append("| --- | --- |" + " ---: |" * (len(COLUMNS) - 2))
     baseline = {case(row): row for row in rows if row["method"] == "ce"}

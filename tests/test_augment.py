@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from isda.experiments import augment, draws
-from isda.experiments.augment import create_augmentation
-from isda.experiments.autoaugment import POLICY, autoaugment, draw_policies
+from isda.experiments.data import augmentation, counter_rng
+from isda.experiments.data.augmentation import create_augmentation
+from isda.experiments.data.autoaugment import POLICY, autoaugment, draw_policies
 from isda.experiments.errors import InputError
 
 
@@ -41,9 +41,9 @@ def test_crop_and_flip(shape: tuple[int, ...], padding: int, device: torch.devic
     images = images_of(*shape, device=device)
     offsets = torch.randint(0, 2 * padding + 1, (shape[0], 2))
     flip = torch.randint(0, 2, (shape[0],)) == 1
-    cropped = augment.random_crop(images, offsets.to(device), padding=padding)
-    flipped = augment.random_flip(images, flip.to(device))
-    both = augment.crop_and_flip(images, offsets.to(device), flip.to(device), padding=padding)
+    cropped = augmentation.random_crop(images, offsets.to(device), padding=padding)
+    flipped = augmentation.random_flip(images, flip.to(device))
+    both = augmentation.crop_and_flip(images, offsets.to(device), flip.to(device), padding=padding)
     for result in (cropped, flipped, both):
         assert result.shape == shape
         assert result.dtype == torch.uint8
@@ -61,7 +61,7 @@ def test_cutout_at_every_centre(size: int, device: torch.device) -> None:
     height, width = 9, 7  # every corner and border clips the hole somewhere
     centre = torch.cartesian_prod(torch.arange(height), torch.arange(width))
     images = images_of(len(centre), 3, height, width, device=device).clamp(min=1)
-    result = augment.cutout(images, centre.to(device), size=size).cpu()
+    result = augmentation.cutout(images, centre.to(device), size=size).cpu()
     for i in range(len(centre)):
         expected = naive_cutout(images[i].cpu().numpy(), centre[i].numpy(), size)
         np.testing.assert_array_equal(result[i], expected)
@@ -70,11 +70,13 @@ def test_cutout_at_every_centre(size: int, device: torch.device) -> None:
 def test_padding_must_be_smaller_than_the_image(device: torch.device) -> None:
     images = images_of(2, 3, 4, 8, device=device)
     with pytest.raises(InputError, match="padding must be smaller than the image, got 4 for 4 x 8"):
-        augment.random_crop(images, torch.zeros(2, 2, dtype=torch.int64, device=device), padding=4)
+        augmentation.random_crop(
+            images, torch.zeros(2, 2, dtype=torch.int64, device=device), padding=4
+        )
 
 
 def decode(result: Tensor) -> Tensor:
-    """Which pixel of the original each output pixel shows, for images that hold their own index."""
+    """Index of the source pixel of every output pixel, for images that contain their indices."""
     return result[:, 0].long() + 256 * result[:, 1].long()
 
 
@@ -83,7 +85,9 @@ def test_draws_of_crop_and_flip(device: torch.device) -> None:
     index = torch.arange(size * size).view(size, size)
     image = torch.stack((index % 256, index // 256)).to(torch.uint8)
     images = image.to(device).expand(number, -1, -1, -1)
-    result = decode(create_augmentation(("crop", "flip")).step(images, draws.key(3, device=device)))
+    result = decode(
+        create_augmentation(("crop", "flip")).step(images, counter_rng.key(3, device=device))
+    )
     middle = result[:, 16, 15:17].cpu()  # far from the border: no reflection
     row, column = middle // size, middle % size
     flipped = column[:, 0] > column[:, 1]
@@ -104,7 +108,7 @@ def test_draws_of_crop_and_flip(device: torch.device) -> None:
 def test_draws_of_cutout(device: torch.device) -> None:
     number = 20_000
     images = torch.ones(number, 1, 6, 5, dtype=torch.uint8, device=device)
-    result = create_augmentation(["cutout"], hole=1).step(images, draws.key(5, device=device))
+    result = create_augmentation(["cutout"], hole=1).step(images, counter_rng.key(5, device=device))
     assert (result == 0).flatten(1).sum(1).eq(1).all()
     count = (result[:, 0] == 0).sum(0).double().cpu()
     expected = number / 30
@@ -118,19 +122,19 @@ def test_step_of_a_slice_is_a_slice_of_the_step(
     names: tuple[str, ...], device: torch.device
 ) -> None:
     images = images_of(23, 3, 32, 32, device=device)
-    key = draws.key(1, 2, device=device)
+    key = counter_rng.key(1, 2, device=device)
     step = create_augmentation(names).step
     whole = step(images, key)
     parts = [step(images[a:b], key, start=a) for a, b in ((0, 10), (10, 10), (10, 23))]
     assert torch.equal(torch.cat(parts), whole)
     assert torch.equal(step(images, key), whole)
     assert torch.equal(whole, images) == (not names)
-    assert torch.equal(step(images, draws.key(1, 3, device=device)), images) == (not names)
+    assert torch.equal(step(images, counter_rng.key(1, 3, device=device)), images) == (not names)
 
 
 def test_step_is_the_functions_in_order(device: torch.device) -> None:
     images = images_of(64, 3, 32, 32, device=device)
-    key = draws.key(7, device=device)
+    key = counter_rng.key(7, device=device)
     cropped = create_augmentation(["crop"]).step(images, key)
     flipped = create_augmentation(["flip"]).step(cropped, key)
     holes = create_augmentation(["cutout"]).step(flipped, key)
@@ -143,21 +147,21 @@ def test_step_compiles_to_one_graph(device: torch.device) -> None:
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     compiled = torch.compile(step, fullgraph=True, backend=backend)
     for seed in range(3):
-        key = draws.key(seed, device=device)
+        key = counter_rng.key(seed, device=device)
         assert torch.equal(compiled(images, key), step(images, key))
 
 
 @pytest.mark.gpu
 def test_step_is_captured_in_a_cuda_graph() -> None:
     device = torch.device("cuda")
-    images, key = images_of(128, 3, 32, 32, device=device), draws.key(0, device=device)
+    images, key = images_of(128, 3, 32, 32, device=device), counter_rng.key(0, device=device)
     step = create_augmentation(("crop", "flip", "cutout")).step
     step(images, key)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = step(images, key)
     for seed in (4, 5):
-        key.copy_(draws.key(seed, device=device))
+        key.copy_(counter_rng.key(seed, device=device))
         graph.replay()
         assert torch.equal(result, step(images, key))
 
@@ -187,7 +191,7 @@ SIGNED |= {"Sharpness"}
 def torchvision_autoaugment(
     images: Tensor, key: Tensor, monkeypatch: pytest.MonkeyPatch, start: int = 0
 ) -> Tensor:
-    """torchvision's own transform on one image after the other, with its random calls answered."""
+    """torchvision's transform on every image, with its random calls replaced by given values."""
     transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
     choice, applied, negative = (d.tolist() for d in draw_policies(len(images), key, start=start))
 
@@ -219,7 +223,7 @@ def test_autoaugment_equals_torchvision(
     )  # smooth, dark to bright
     images = (images * 255 + 20 * torch.randn(shape)).clamp(0, 255).to(torch.uint8).to(device)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the blur depends on it
-    before, key = images.clone(), draws.key(11, device=device)
+    before, key = images.clone(), counter_rng.key(11, device=device)
     result = autoaugment(images, key)
     assert torch.equal(images, before)
     expected = torchvision_autoaugment(images, key, monkeypatch)
@@ -227,12 +231,12 @@ def test_autoaugment_equals_torchvision(
 
 
 def test_autoaugment_in_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    images, key = images_of(300, 3, 32, 32, device=device), draws.key(1, device=device)
+    images, key = images_of(300, 3, 32, 32, device=device), counter_rng.key(1, device=device)
     whole = autoaugment(images, key)
     assert torch.equal(
         torch.cat((autoaugment(images[:90], key), autoaugment(images[90:], key, start=90))), whole
     )
-    monkeypatch.setattr("isda.experiments.autoaugment._CHUNK", 2 * 3 * 32 * 32)
+    monkeypatch.setattr("isda.experiments.data.autoaugment._CHUNK", 2 * 3 * 32 * 32)
     assert torch.equal(autoaugment(images, key), whole)
     assert autoaugment(images[:0], key).shape == (0, 3, 32, 32)
 
@@ -240,7 +244,7 @@ def test_autoaugment_in_chunks(device: torch.device, monkeypatch: pytest.MonkeyP
 def test_draws_of_autoaugment(device: torch.device) -> None:
     number = 50_000
     choice, applied, negative = (
-        d.cpu() for d in draw_policies(number, draws.key(2, device=device))
+        d.cpu() for d in draw_policies(number, counter_rng.key(2, device=device))
     )
     count = choice.bincount(minlength=25).double()
     assert ((count - number / 25) ** 2 / (number / 25)).sum() < 24 + 5 * (2 * 24) ** 0.5
@@ -261,7 +265,7 @@ def test_policy_is_the_published_one() -> None:
 
 def test_epoch_part(device: torch.device) -> None:
     assert create_augmentation(("crop", "flip", "cutout")).epoch is None
-    images, key = images_of(40, 3, 32, 32, device=device), draws.key(8, device=device)
+    images, key = images_of(40, 3, 32, 32, device=device), counter_rng.key(8, device=device)
     whole = create_augmentation(("crop", "flip", "autoaugment", "cutout"))
     assert whole.epoch is not None
     shifted = create_augmentation(("crop", "flip")).step(images, key)

@@ -1,5 +1,6 @@
-"""The baselines of Table 4: naive loops, limits, state, draws, ranks and a captured step."""
+"""The losses of Table 4: naive loops, limits, state, random numbers, ranks, compile and capture."""
 
+import copy
 import dataclasses
 import doctest
 import io
@@ -13,28 +14,30 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from forks import START_METHOD
 from reference import Inputs, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import isda
-from isda.experiments import baselines, draws
-from isda.experiments.baselines import (
+from isda.experiments.data import counter_rng
+from isda.experiments.losses import baselines
+from isda.experiments.losses.baselines import (
     CenterLoss,
     CrossEntropyLoss,
     DisturbLabelLoss,
     FocalLoss,
     LargeMarginLoss,
     LqLoss,
-    center_gradient,
     center_loss,
+    center_update,
     create_criterion,
     disturb_label,
     focal_loss,
     lq_loss,
 )
-from isda.experiments.large_margin import (
+from isda.experiments.losses.large_margin import (
     annealed_beta,
     large_margin_cosine,
     large_margin_logits,
@@ -56,7 +59,7 @@ criteria = pytest.mark.parametrize("name", CRITERIA)
 
 
 def center(center_weight: float, **options) -> CenterLoss:
-    """A center loss after some training: its centers are anywhere."""
+    """A center loss with arbitrary centers, as after some training."""
     criterion = CenterLoss(A, C, center_weight=center_weight, **options)
     with torch.no_grad():
         criterion.centers.copy_(draw(N, C, A, seed=9, dtype=torch.float32).weight)
@@ -86,11 +89,11 @@ def probability(logits: Tensor, y: int) -> Tensor:
 
 
 def reference(criterion: nn.Module, x: Inputs) -> Tensor:
-    """Loss of a batch by a criterion's options."""
+    """Naive loss of a batch with the options of a criterion."""
     losses = []
     target = x.target
     if isinstance(criterion, DisturbLabelLoss):
-        key = draws.key(criterion.seed, 0xD1, int(criterion.step), device=target.device)
+        key = counter_rng.key(criterion.seed, 0xD1, int(criterion.step), device=target.device)
         target = disturb_label(target, key, num_classes=C, noise_rate=criterion.noise_rate)
     for i in range(len(x.target)):
         a, y = x.features[i], int(target[i])
@@ -104,7 +107,7 @@ def reference(criterion: nn.Module, x: Inputs) -> Tensor:
         elif isinstance(criterion, LqLoss):
             loss = (1 - p**criterion.q) / criterion.q
         elif isinstance(criterion, CenterLoss):
-            apart = a - criterion.centers.detach()[y]
+            apart = a - criterion.centers[y]
             loss = loss + criterion.center_weight / 2 * apart @ apart
         losses.append(loss)
     return torch.stack(losses).mean()
@@ -134,10 +137,10 @@ def test_value_and_gradients_against_a_naive_loop(name, device):
 @criteria
 def test_gradcheck(name, device):
     criterion, x = CRITERIA[name]().double().to(device), inputs(device)
+    before = copy.deepcopy(criterion.state_dict())
 
     def loss(*tensors: Tensor) -> Tensor:
-        if name == "disturb_label":
-            criterion.step.zero_()
+        criterion.load_state_dict(before)
         return call(criterion, Inputs(*tensors, x.target, x.covariance))
 
     assert torch.autograd.gradcheck(loss, (x.features, x.weight, x.bias.requires_grad_()))
@@ -147,11 +150,11 @@ def test_gradcheck(name, device):
 def test_given_logits_and_scaled_loss(name, device):
     x = inputs(device)
     expected, criterion = CRITERIA[name]().to(device), CRITERIA[name]().to(device)
-    tensors = [x.features, x.weight, *expected.parameters()]
+    tensors = [x.features, x.weight]
     gradients = torch.autograd.grad(call(expected, x), tensors)
     logits = F.linear(x.features, x.weight, x.bias)
     loss = call(criterion, x, logits=logits, progress=torch.tensor(PROGRESS, device=device))
-    tensors = [x.features, x.weight, *criterion.parameters()]
+    tensors = [x.features, x.weight]
     # a progress on the device is float32
     doubled = [2 * gradient for gradient in gradients]
     close(list(torch.autograd.grad(2 * loss, tensors)), doubled, tolerance=1e-6)
@@ -172,7 +175,7 @@ def test_empty_batch(name, device):
     loss = call(criterion, x)
     loss.backward()
     assert loss == 0
-    for tensor in (x.features, x.weight, *criterion.parameters()):
+    for tensor in (x.features, x.weight):
         assert tensor.grad.isfinite().all()
 
 
@@ -187,15 +190,15 @@ def test_other_batch_sizes(name, samples, device):
 @criteria
 @pytest.mark.parametrize("ignored", [[0, 2, 3, 6], [*range(N)]], ids=["some", "all"])
 def test_ignored_labels_are_left_out(name, ignored, device):
-    """Loss, mean and gradients are those of the other samples alone; of none at all they are 0."""
+    """Loss and gradients are those of the other samples; without any, they are 0."""
     criterion, x = CRITERIA[name]().double().to(device), inputs(device)
     kept = torch.tensor([i for i in range(N) if i not in ignored], dtype=torch.int64, device=device)
     target = x.target.clone()
     target[ignored] = -100
     loss = call(criterion, x._replace(target=target))
-    found = torch.autograd.grad(loss, [x.features, x.weight, *criterion.parameters()])
-    if name == "disturb_label":  # a label's place decides its draw
-        key = draws.key(criterion.seed, 0xD1, 0, device=device)
+    found = torch.autograd.grad(loss, [x.features, x.weight])
+    if name == "disturb_label":  # the index of a sample decides its random numbers
+        key = counter_rng.key(criterion.seed, 0xD1, 0, device=device)
         drawn = disturb_label(x.target, key, num_classes=C, noise_rate=criterion.noise_rate)
         others, x = CrossEntropyLoss(), x._replace(target=drawn)
     else:
@@ -203,7 +206,7 @@ def test_ignored_labels_are_left_out(name, ignored, device):
     part = x._replace(features=x.features[kept], target=x.target[kept])
     expected = call(others, part)
     close(loss, expected)
-    tensors = [x.features, x.weight, *others.parameters()]
+    tensors = [x.features, x.weight]
     close(found, torch.autograd.grad(expected, tensors))
     assert (found[0][ignored] == 0).all()
 
@@ -220,7 +223,7 @@ def test_ignored_labels_in_evaluation(name, device):
 def test_ignored_labels_are_not_disturbed(device):
     target = torch.arange(200, device=device) % C
     target[::2] = -100
-    key = draws.key(0, device=device)
+    key = counter_rng.key(0, device=device)
     found = disturb_label(target, key, num_classes=C, noise_rate=1.0)
     assert (found[::2] == -100).all()
     assert not torch.equal(found[1::2], target[1::2])
@@ -228,7 +231,7 @@ def test_ignored_labels_are_not_disturbed(device):
 
 @criteria
 def test_low_precision_inputs(name, device):
-    """Features and logits of an autocast network: the loss itself is float32."""
+    """Features and logits of an autocast network: the loss is float32."""
     x = inputs(device, dtype=torch.float32)
     half = x.features.bfloat16()
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -257,7 +260,7 @@ def test_low_precision_inputs(name, device):
 def test_limit_is_cross_entropy(criterion, device):
     x, criterion = inputs(device), criterion.to(device)
     logits = F.linear(x.features, x.weight, x.bias)
-    # q = 1e-9 and β = 1e12 are near the limit, not in it
+    # q = 1e-9 and β = 1e12 are close to the limit
     close(call(criterion, x), F.cross_entropy(logits, x.target), tolerance=1e-7)
 
 
@@ -309,13 +312,13 @@ def test_large_margin_cosine_at_every_angle(margin):
     expected = (-1) ** k * torch.cos(margin * theta) - 2 * k
     found = large_margin_cosine(theta.cos(), margin=margin)
     close(found, expected)
-    assert (found.diff() < 0).all()  # ψ falls all the way from 1
+    assert (found.diff() < 0).all()  # ψ decreases monotonically from 1
     close(found[[0, -1]], torch.tensor([1.0, 1.0 - 2 * margin], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_margin_gradient_at_the_ends(dtype, device):
-    """Features along a row, against it, at right angles, and none at all."""
+    """Features parallel, antiparallel and orthogonal to a row, and zero features."""
     weight = torch.tensor([[3.0, 4.0], [0.3, 0.1]], dtype=dtype, device=device).requires_grad_()
     features = torch.tensor([[6.0, 8.0], [-6.0, -8.0], [-8.0, 6.0], [0.0, 0.0]], dtype=dtype)
     features = features.to(device).requires_grad_()
@@ -344,25 +347,37 @@ def test_beta_falls_as_in_the_original(device):
 
 
 @pytest.mark.parametrize("center_weight", [0.0, 0.003, 2.0])
-def test_centers_follow_at_their_own_rate(center_weight, device):
-    """A step moves c_j by learning_rate · Σ (a_i − c_j) / N, whatever the weight of the term."""
-    criterion, x = center(center_weight).double().to(device), inputs(device)
-    optimizer = torch.optim.SGD(criterion.parameters(), lr=criterion.learning_rate)
-    expected = criterion.centers.detach().clone()
-    before = expected.clone()
-    for a, y in zip(x.features.detach(), x.target, strict=True):
-        expected[y] += 0.5 * (a - before[y]) / N
-    call(criterion, x).backward()
-    optimizer.step()
-    close(criterion.centers.detach(), expected)
+@pytest.mark.parametrize("samples", [7, 60])
+def test_centers_move_as_in_the_original(center_weight, samples, device):
+    """c_j moves by α Σ (a_i − c_j) / (1 + n_j), whatever the weight of the term."""
+    criterion, x = center(center_weight).double().to(device), inputs(device, samples=samples)
+    x.target[-1] = -100  # ignored
+    before = criterion.centers.clone()
+    expected = before.clone()
+    for j in range(C):
+        total, count = torch.zeros(A, dtype=torch.float64, device=device), 0
+        for a, y in zip(x.features.detach(), x.target, strict=True):
+            if y == j:
+                total, count = total + before[j] - a, count + 1
+        expected[j] -= 0.5 * total / (1 + count)
+    update = center_update(x.features.detach(), before, x.target)
+    call(criterion, x)
+    close(criterion.centers, expected)
+    close(before - 0.5 * update, expected)
     assert torch.equal(criterion.centers[0], before[0])  # the absent class
 
 
-def test_center_gradient_is_that_of_center_loss(device):
-    x = inputs(device)
-    centers = x.weight.detach().clone().requires_grad_()
-    (expected,) = torch.autograd.grad(center_loss(x.features, centers, x.target).sum(), centers)
-    close(center_gradient(x.features, centers, x.target).detach(), expected)
+def test_centers_reach_the_class_means(device):
+    """With N = 128 and C = 100, an epoch of CIFAR (390 steps) is enough."""
+    generator = torch.Generator().manual_seed(0)
+    means = torch.randn(100, A, generator=generator)
+    criterion = CenterLoss(A, 100).to(device)
+    for _ in range(390):
+        target = torch.randint(100, (128,), generator=generator)
+        features = means[target].to(device)
+        criterion(features, torch.zeros(100, A, device=device), target.to(device))
+    # a step with one sample covers a quarter of the distance: (3/4)^390 remains
+    close(criterion.centers.cpu(), means, tolerance=1e-6)
 
 
 # Disturbed labels
@@ -371,7 +386,7 @@ def test_center_gradient_is_that_of_center_loss(device):
 def test_noise_rate_and_uniformity(device):
     samples, rate, classes = 200_000, 0.3, 7
     target = torch.full((samples,), 2, dtype=torch.int64, device=device)
-    key = draws.key(5, device=device)
+    key = counter_rng.key(5, device=device)
     found = disturb_label(target, key, num_classes=classes, noise_rate=rate)
     count = torch.bincount(found, minlength=classes).double().cpu() / samples
     expected = torch.full((classes,), rate / classes, dtype=torch.float64)
@@ -380,13 +395,13 @@ def test_noise_rate_and_uniformity(device):
     assert ((count - expected).abs() < 4.5 * deviation).all()  # all seven pass in 99.99 %
 
 
-def test_draws_are_fresh_in_every_step_and_place(device):
+def test_random_numbers_differ_between_steps_and_samples(device):
     """Which labels are disturbed is independent between steps and between neighbours."""
     samples, rate, classes = 100_000, 0.5, 1000
     target = torch.full((samples,), 1000, dtype=torch.int64, device=device)  # never drawn
     masks, labels = [], []
     for step in range(2):
-        key = draws.key(0, step, device=device)
+        key = counter_rng.key(0, step, device=device)
         drawn = disturb_label(target, key, num_classes=classes, noise_rate=rate)
         masks.append((drawn < 1000).double().cpu())
         labels.append(drawn.double().cpu())
@@ -399,9 +414,9 @@ def test_draws_are_fresh_in_every_step_and_place(device):
     assert abs(float(torch.corrcoef(pairs)[0, 1])) < 4 / both.sum() ** 0.5
 
 
-def test_a_place_decides_its_draw(device):
+def test_index_decides_the_random_numbers(device):
     target = torch.arange(20, device=device) % C
-    key = draws.key(1, device=device)
+    key = counter_rng.key(1, device=device)
     options: dict[str, Any] = {"num_classes": C, "noise_rate": 0.5}
     whole = disturb_label(target, key, **options)
     assert not torch.equal(whole, target)
@@ -433,13 +448,7 @@ def test_state_round_trip(name, device):
     def train(criterion: nn.Module, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            criterion.zero_grad()
-            loss = call(criterion, x)
-            loss.backward()
-            with torch.no_grad():
-                for parameter in criterion.parameters():
-                    parameter -= criterion.learning_rate * parameter.grad
-            losses.append(float(loss.detach()))
+            losses.append(float(call(criterion, x).detach()))
         return losses
 
     whole = train(CRITERIA[name]().to(device), 5)
@@ -453,7 +462,7 @@ def test_state_round_trip(name, device):
     assert train(resumed.to(device), 2) == pytest.approx(whole[3:], rel=tolerance, abs=0)
 
 
-def test_what_has_no_state():
+def test_losses_without_state():
     for name in ("ce", "focal", "lq", "large_margin"):
         assert not CRITERIA[name]().state_dict()
     assert list(CRITERIA["disturb_label"]().state_dict()) == ["step"]
@@ -485,7 +494,7 @@ def test_attached_to_a_model(name, device):
 
 @pytest.mark.parametrize("criterion", [FocalLoss(alpha=1.0, gamma=0.0), center(0.0)])
 def test_attached_to_a_model_with_ignored_labels(criterion, device):
-    """In their limits the losses are torch's cross entropy, ignored labels and all."""
+    """In their limits the losses equal torch's cross entropy, also with ignored labels."""
     model, x = make_model().to(device), torch.randn(8, 4, device=device)
     target = torch.tensor([3, -100, -100, 1, 0, -100, 2, -100], device=device)
     attached = isda.attach(model, criterion.to(device))
@@ -496,19 +505,19 @@ def test_attached_to_a_model_with_ignored_labels(criterion, device):
     close(torch.autograd.grad(loss, model.parameters()), gradients, tolerance=1e-6)
 
 
-def test_code_of_the_page_runs_and_moves_the_centers():
+def test_code_of_the_page_runs():
     page = Path(__file__).parents[1] / "docs" / "baselines.md"
     model = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 100))
     names: dict[str, Any] = {"torch": torch, "model": model}
     names |= {"x": torch.randn(N, 4), "y": torch.arange(N)}
     parts = re.findall("```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(parts) == 2
-    for part in parts:
-        exec(part, names)
-        names["criterion"].remove()
-    centers = names["center"].centers
-    close(centers.detach(), -0.5 * centers.grad, tolerance=1e-6)  # a step from 0
-    assert (centers[:N] != 0).any(1).all()
+    assert len(parts) == 1
+    exec(parts[0], names)
+    close(
+        names["loss"].detach(),
+        focal_loss(model(names["x"]), names["y"], alpha=0.5, gamma=1.0).mean().detach(),
+        tolerance=1e-6,
+    )
 
 
 def test_docstrings_run():
@@ -535,7 +544,7 @@ def test_center_term_reaches_the_features(device):
 @criteria
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
 def test_compiled(name, backend, device):
-    """The second backend recomputes what is cheap in the backward pass, as inductor does."""
+    """The second backend recomputes cheap operations in the backward pass, like inductor."""
     torch._dynamo.reset()
     criterion, eager = CRITERIA[name]().to(device), CRITERIA[name]().to(device)
     x = inputs(device, dtype=torch.float32)
@@ -545,9 +554,9 @@ def test_compiled(name, backend, device):
     )
     for _ in range(2):
         results = []
-        for loss, module in ((step(x), criterion), (call(eager, x, progress=progress), eager)):
-            tensors = [x.features, x.weight, *module.parameters()]
-            results.append([loss.detach(), *torch.autograd.grad(loss, tensors)])
+        for loss in (step(x), call(eager, x, progress=progress)):
+            gradients = torch.autograd.grad(loss, [x.features, x.weight])
+            results.append([loss.detach(), *gradients])
         close(*results, tolerance=1e-6)
     close(criterion.state_dict(), eager.state_dict())
 
@@ -555,7 +564,7 @@ def test_compiled(name, backend, device):
 @pytest.mark.gpu
 @criteria
 def test_captured_in_a_graph(name):
-    """Forward and backward replay without the host, and count their steps."""
+    """Forward and backward pass replay in a CUDA graph and update the state."""
     device = torch.device("cuda")
     criterion, eager = CRITERIA[name]().to(device), CRITERIA[name]().to(device)
     x = inputs(device, dtype=torch.float32)
@@ -563,7 +572,7 @@ def test_captured_in_a_graph(name):
 
     def step(module: nn.Module) -> list[Tensor]:
         loss = call(module, x, progress=progress)
-        tensors = [x.features, x.weight, *module.parameters()]
+        tensors = [x.features, x.weight]
         return [loss.detach(), *torch.autograd.grad(loss, tensors)]
 
     side = torch.cuda.Stream()
@@ -584,11 +593,11 @@ def test_captured_in_a_graph(name):
 # Several ranks
 
 SPLITS = {"even": (4, 4), "uneven": (1, 6), "empty": (0, 5), "nothing": (0, 0), "ignored": (3, 5)}
-COLLECTIVE = ["disturb_label", "center"]  # more of other ranks than the number of samples
+COLLECTIVE = ["disturb_label", "center"]  # need more from other ranks than the number of samples
 
 
 def train(model: nn.Module, name: str, parts: tuple[int, ...], rank: int | None) -> dict[str, Any]:
-    """Two steps on a rank's part of the batches, or on all of them; SGD for the criterion."""
+    """Two steps on a rank's part of the batches, or on all of them."""
     criterion = CRITERIA[name]()
     attached = isda.attach(model, criterion)
     record: dict[str, Any] = {"losses": [], "gradients": []}
@@ -601,14 +610,10 @@ def train(model: nn.Module, name: str, parts: tuple[int, ...], rank: int | None)
         if rank is not None:
             x, target = x.split(parts)[rank], target.split(parts)[rank]
         model.zero_grad()
-        criterion.zero_grad()
         loss = attached(model(x), target, progress=PROGRESS)
         loss.backward()
         record["losses"].append(loss.detach())
         record["gradients"].append([p.grad.clone() for p in model.parameters()])
-        with torch.no_grad():
-            for parameter in criterion.parameters():
-                parameter -= criterion.learning_rate * parameter.grad
     record["state"] = criterion.state_dict()
     attached.remove()
     return record
@@ -638,7 +643,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
+    mp.start_processes(work, args=(str(folder),), nprocs=2, start_method=START_METHOD)
     return [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(2)]
 
 
@@ -646,11 +651,11 @@ def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
 @criteria
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_ranks_equal_one_process(ranks, name, split):
-    """Mean loss, averaged gradients and state; the labels disturbed are the same ones."""
+    """Mean loss, averaged gradients, state and disturbed labels are the same."""
     expected = train(make_model(), name, SPLITS[split], None)
     found = [record[name, split] for record in ranks]
     losses = torch.stack([torch.stack(record["losses"]) for record in found])
-    # float32: the parts of a sum are added in another order
+    # float32 sums in a different order
     close(losses.mean(0), torch.stack(expected["losses"]), tolerance=1e-5)
     for record in found:
         close(record["gradients"], expected["gradients"], tolerance=1e-5)
@@ -689,7 +694,7 @@ def test_compiled_on_two_ranks(ranks, name):
         (lambda: CenterLoss("3", 1), "num_features must be an integer >= 1, got 3"),
         (lambda: center("x"), "center_weight must be >= 0 and finite, got x"),
         (lambda: center(-1.0), "center_weight must be >= 0 and finite, got -1.0"),
-        (lambda: center(1.0, learning_rate=0.0), "learning_rate must be > 0 and finite, got 0.0"),
+        (lambda: center(1.0, learning_rate=0.0), "learning_rate must be in (0, 1], got 0.0"),
         (lambda: LargeMarginLoss(margin=0), "margin must be an integer >= 1, got 0"),
         (lambda: LargeMarginLoss(margin=2.5), "margin must be an integer >= 1, got 2.5"),
         (lambda: LargeMarginLoss(margin=True), "margin must be an integer >= 1, got True"),
@@ -727,7 +732,7 @@ def test_arguments_that_do_not_fit_the_options(device):
         call(DisturbLabelLoss(3).to(device), x)
     with pytest.raises(ValueError, match=r"weight must be of shape \(3, 5\), got \(13, 5\)"):
         call(CenterLoss(A, 3).to(device), x)
-    with pytest.raises(ValueError, match="progress must be given to each call"):
+    with pytest.raises(ValueError, match="progress must be given in training"):
         call(LargeMarginLoss(), x, progress=None)
 
 

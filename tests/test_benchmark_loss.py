@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import isda
-from isda.experiments.recipes import Method
+from isda.experiments.settings import Method
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "loss.py"
@@ -187,7 +187,7 @@ def test_forms_can_be_chosen(tmp_path: Path, device: torch.device) -> None:
     assert all(float(row["milliseconds"]) > 0 for row in rows)
     assert {row["structure"] for row in rows} == {"none"}
     extra = {row["form"]: float(row["extra_mebibytes"]) for row in rows}
-    centers = classes * width * 4 / 2**20  # their gradient is one more tensor of this size
+    centers = classes * width * 4 / 2**20  # their update is one more tensor of this size
     assert extra["center"] > extra["focal"] + 0.9 * centers
     assert run("--table", out).stdout.startswith("| N, C, A | focal | L_q | disturb label |")
 

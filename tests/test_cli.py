@@ -1,4 +1,4 @@
-"""The command line, run in this process: what it prints, writes, and says of a mistake."""
+"""The command line, run in this process: output, files and error messages."""
 
 import html
 import json
@@ -17,14 +17,15 @@ import torch
 from PIL import Image
 
 from isda import __version__
-from isda.experiments.arguments import Arguments, parse
+from isda.experiments.arguments import TrainArguments, _one_line, parse_recipe
 from isda.experiments.cli import main
-from isda.experiments.flags import _one_line
+from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.published import PUBLISHED
-from isda.experiments.recipes import RECIPES, Recipe, run_name
-from isda.experiments.runs import Run, load_runs, summary
+from isda.experiments.recipes import RECIPES, run_name
+from isda.experiments.records import Run, load_runs, summary
+from isda.experiments.settings import Recipe
 
-QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # of the bundled digits
+QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # for the digits
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Message of a command that must fail as mistakes do: one line, exit code 2, no folders."""
+    """Error message of a command, which must be one line, with exit code 2 and no folders."""
 
     def run(*arguments: str) -> str:
         assert main(list(arguments)) == 2
@@ -51,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
-    """Photographs of a kind: every class has a colour of its own."""
+    """Image files in which every class has its own colour."""
     for number in range(classes):
         folder = path / f"class{number}"
         folder.mkdir(parents=True)
@@ -62,7 +63,7 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
     return path
 
 
-# Mistakes
+# Input errors
 
 
 @pytest.mark.parametrize(
@@ -78,35 +79,38 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
         (["train", "--lambda-0", "-1"], "lambda_0 must be >= 0, got -1.0"),
         (["train", "--epochs", "0"], "epochs must be >= 1, got 0"),
         (["train", "--learning-rate", "nan"], "learning_rate must be > 0, got nan"),
-        (["train", "--augment", "crop", "zoom"], "augment must be drawn from crop, flip"),
+        (["train", "--augment", "crop", "zoom"], "augment must be distinct names out of crop"),
         (["train", "--drop-rate", "1"], "drop_rate must be >= 0 and < 1, got 1.0"),
         (["train", "--hold-out", "5000"], "must be between 1 and 1437, got 5000"),
-        (["train", "--seeds", "1", "2", "1"], "seeds must be different numbers from 0 to"),
-        (["train", "--seeds", "-1"], "seeds must be different numbers from 0 to 2³² - 1, got -1"),
+        (["train", "--seeds", "1", "2", "1"], "seeds must be different integers from 0 to"),
+        (["train", "--seeds", "-1"], "seeds must be different integers from 0 to 2³² - 1, got -1"),
         (["train", "--seeds", "4294967296"], "seeds must be different"),
-        (["train", "--seeds"], "seeds must be different numbers from 0 to 2³² - 1, got none"),
-        (["compare", "digits-resnet8-ce"], "method must be isda to be compared with ce, got 'ce'"),
-        (["train", "cifar10-resnet32-isda"], "cifar10 is neither data/cifar10.npz nor"),
-        (["train", "imagenet-resnet50-isda"], "imagenet needs its folder"),
-        (["train", "digits-resnet8-ce", "--method", "isda"], "lambda_0 must be > 0 to make isda"),
+        (["train", "--seeds"], "seeds must be different integers from 0 to 2³² - 1, got none"),
+        (["compare", "digits-resnet8-ce"], "method must be isda to compare it with ce, got 'ce'"),
+        (["train", "cifar10-resnet32-isda"], "cifar10 not found: neither data/cifar10.npz nor"),
+        (["train", "imagenet-resnet50-isda"], "imagenet needs --data-root"),
+        (["train", "digits-resnet8-ce", "--method", "isda"], "lambda_0 must be > 0 to change"),
         (["train", "--data", "imagefolder:x", "--network", "timm:resnet18.no"], "x does not exist"),
         (["train", "--network", "timm:resnet18.no"], "timm:resnet18.no cannot be built: "),
-        (["train", "--hold-out", "1430"], "hold_out must leave images of every class to train on"),
+        (["train", "--hold-out", "1430"], "hold_out must leave training images of every class"),
         (["train", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["train", "--side-by-side", "-2"], "side_by_side must be >= 0, got -2"),
         (["compare", "--data", "imagefolder:nowhere"], "nowhere does not exist"),
         (["compare", "--data", "imagefolder:"], "imagefolder needs a path"),
     ],
 )  # fmt: skip
-def test_mistakes(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
+def test_input_errors(arguments: list[str], message: str, refused: Callable[..., str]) -> None:
     assert message in refused(*arguments)
 
 
-def test_a_gpu_that_is_not_there(refused: Callable[..., str]) -> None:
+def test_missing_gpu(refused: Callable[..., str]) -> None:
     count = torch.cuda.device_count()
     name = f"cuda:{count}" if count else "cuda"
     message = refused("train", "--device", name)
-    assert message == f"no GPU {count} here: {count} found; --device cpu trains without one"
+    assert (
+        message
+        == f"GPU {count} not found, there are {count}: use --device cpu to run without a GPU"
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,8 +149,8 @@ def test_flags_that_do_not_exist(
     assert not Path("runs").exists()
 
 
-def test_messages_in_frames() -> None:
-    """As tyro prints them on a terminal that has characters for boxes."""
+def test_messages_in_boxes() -> None:
+    """Messages as tyro prints them on a terminal with box-drawing characters."""
     box = """\
 ╭─ Unrecognized options ───────────────╮
 │ Unrecognized options: --epocs, 3     │
@@ -161,12 +165,12 @@ def test_messages_in_frames() -> None:
     assert _one_line(box) == "unrecognized options: --epocs, 3; did you mean --epochs?"
 
 
-def test_a_reader_that_has_seen_enough() -> None:
+def test_broken_pipe() -> None:
     command = [sys.executable, "-m", "isda.experiments.cli", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()
-        assert process.wait(60) == 141  # as a shell tells of SIGPIPE
+        assert process.wait(60) == 141  # the exit code of SIGPIPE in a shell
         assert process.stderr is not None
         assert not process.stderr.read()
 
@@ -178,11 +182,9 @@ def test_folders_of_images(refused: Callable[..., str], tmp_path: Path) -> None:
         return refused("compare", "--data", f"imagefolder:{path}", *network)
 
     (tmp_path / "empty").mkdir()
-    assert "must have a folder for each of two or more classes, got 0" in compare(
-        tmp_path / "empty"
-    )
+    assert "must have folders of two or more classes, got 0" in compare(tmp_path / "empty")
     single = image_folder(tmp_path / "single", classes=1)
-    assert "must have a folder for each of two or more classes, got 1" in compare(single)
+    assert "must have folders of two or more classes, got 1" in compare(single)
     bad = image_folder(tmp_path / "bad")
     (bad / "class1" / "3.png").write_bytes(b"not an image")
     message = compare(bad)
@@ -206,36 +208,65 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("isda.experiments.train.train", interrupt)
+    monkeypatch.setattr("isda.experiments.training.loop.train", interrupt)
     assert main(["train"]) == 130
     printed = capsys.readouterr().err
-    assert printed == "isda: stopped; --resume goes on from the last checkpoint, if any\n"
+    assert printed == "isda: interrupted; --resume continues from the last checkpoint\n"
 
 
-def test_a_path_that_cannot_be_looked_at(refused: Callable[..., str]) -> None:
-    """The same for all commands, and wherever it is found out."""
+def test_invalid_path(refused: Callable[..., str]) -> None:
+    """All commands report it in the same way."""
     long = "a" * 300
     for command in (
         ["train", *QUICK, "--device", "cpu", "--out", long],
         ["report", "--runs", long],
     ):
-        assert re.search("File name too long|no folder", refused(*command))
+        assert re.search("File name too long|does not exist", refused(*command))
 
 
 def test_without_the_extra(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("arguments", "flags"):
-        monkeypatch.delitem(sys.modules, f"isda.experiments.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, "isda.experiments.arguments", raising=False)
     monkeypatch.setitem(sys.modules, "tyro", None)
     for command in ("train", "list"):
         message = refused(command)
-        assert message.startswith("no module tyro: pip install -e '.[experiments]'")
+        assert message.startswith("no module named tyro; install the extra: pip install -e")
 
 
-def test_a_terminal_without_greek() -> None:
-    command = [sys.executable, "-m", "isda.experiments.cli", "list"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert re.search(r"^recipe +paper % +ours % \(runs\) +\?\? +epochs$", done.stdout, re.MULTILINE)
+@pytest.fixture(scope="module")
+def printed() -> subprocess.CompletedProcess[str]:
+    """What the commands that only print write to an ASCII terminal, and the modules they import."""
+    code = """
+import sys
+from isda.experiments.cli import main
+for words in sys.argv[1:]:
+    assert main(words.split()) == 0
+print(*sys.modules, file=sys.stderr)
+"""
+    costs = "cost --table results/benchmarks/cost_cifar100_h200.csv"
+    return subprocess.run(
+        [sys.executable, "-c", code, "list", "report", "table 2", costs],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_printing_does_not_import_the_training_code(
+    printed: subprocess.CompletedProcess[str],
+) -> None:
+    assert "cifar100-resnet32-isda" in printed.stdout
+    loaded = set(printed.stderr.split())
+    assert "isda.experiments.cli" in loaded
+    slow = {"torchvision", "timm", "sklearn", "matplotlib", "jinja2"}
+    own = {f"isda.experiments.{name}" for name in ("training", "networks", "losses", "data")}
+    assert loaded & (slow | own) == set()
+
+
+def test_ascii_terminal(printed: subprocess.CompletedProcess[str]) -> None:
+    header = r"^recipe +paper % +ours % \(runs\) +\?\? +epochs$"
+    assert re.search(header, printed.stdout, re.MULTILINE)
 
 
 # Help
@@ -250,7 +281,7 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
     for line in printed.splitlines():
         words = line.split()
         if words[:1] == ["isda"] and len(words) > 2 and not words[2].startswith("-"):
-            assert words[2] in RECIPES  # the examples are true
+            assert words[2] in RECIPES  # the recipe in the examples exists
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +330,7 @@ def only_run(out: Path = Path("runs")) -> Run:
 
 
 def test_images_that_do_not_fit(refused: Callable[..., str], tmp_path: Path) -> None:
-    """What cannot be trained is told before a folder is made."""
+    """Errors come before a folder is created."""
     photos = image_folder(tmp_path / "photos")
     flags = (
         "--data",
@@ -314,16 +345,16 @@ def test_images_that_do_not_fit(refused: Callable[..., str], tmp_path: Path) -> 
     message = refused(
         "train", *flags, "--network", "timm:vit_tiny_patch16_224", "--image-size", "32"
     )
-    assert message.startswith("timm:vit_tiny_patch16_224 does not take images of 32 x 32 pixels: ")
+    assert message.startswith("timm:vit_tiny_patch16_224 does not accept 32 x 32 images: ")
     message = refused(  # 24 images: 23 and 1
         "train", *flags, "--network", "timm:test_resnet", "--image-size", "32", "--batch-size", "23"
     )
     assert message.startswith(
-        "timm:test_resnet does not train on the last image of 24 by itself: choose another "
-        "batch_size than 23: "
+        "timm:test_resnet cannot train on the last batch, a single image of 24: choose a "
+        "batch_size other than 23: "
     )
     message = refused("train", *flags, "--network", "timm:efficientvit_m0")
-    assert message.startswith("timm:efficientvit_m0 must give what its linear head makes of its")
+    assert message.startswith("timm:efficientvit_m0 must end in a linear layer: ISDA needs")
     message = refused("train", *flags, "--network", "resnet8", "--augment", "cutout")
     assert message.startswith(f"augment must be empty for imagefolder:{photos}")
     assert message.endswith("got cutout")
@@ -337,8 +368,8 @@ def test_head_that_is_a_convolution(tmp_path: Path) -> None:
     assert summary(only_run()).finished
 
 
-def test_a_run_in_the_way_of_a_later_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The seed before it is not begun, either."""
+def test_existing_run_of_a_later_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    """The run of an earlier seed is not started, either."""
     command = ["train", *QUICK, "--device", "cpu"]
     assert main([*command, "--seeds", "1"]) == 0
     assert main([*command, "--seeds", "0", "1"]) == 2
@@ -357,7 +388,7 @@ def test_resume_on_other_images(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     capsys.readouterr()
     assert main([*command, "--resume"]) == 2
     printed = capsys.readouterr().err
-    assert "has [24, 6, 3] images and classes, the checkpoint is of [16, 4, 2]" in printed
+    assert "but the checkpoint was made with [16, 4, 2]" in printed
     assert "Traceback" not in printed
 
 
@@ -367,10 +398,10 @@ def test_resume_on_other_images(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         ("metrics.jsonl", "[1, 2]\n", "line 1 is not the record of epoch 0"),
         ("metrics.jsonl", "{}\n", "line 1 is not the record of epoch 0"),
         ("metrics.jsonl", '{"epoch": 0, "test_error": "x"}\n', "line 1 is not the record"),
-        ("config.json", "[]", "is not the record of a run"),
+        ("config.json", "[]", "is not a run record"),
     ],
 )
-def test_records_that_are_none(
+def test_invalid_records(
     capsys: pytest.CaptureFixture[str], file: str, text: str, message: str
 ) -> None:
     assert main(["train", *QUICK, "--device", "cpu"]) == 0
@@ -383,7 +414,7 @@ def test_records_that_are_none(
         assert printed.count("\n") == 1
 
 
-def test_report_to_places_that_are_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_to_missing_folders(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *QUICK, "--device", "cpu"]) == 0
     capsys.readouterr()
     for flags in (["--update", "nowhere.md"], ["--page", "nowhere/report.html"]):
@@ -420,10 +451,10 @@ def test_overrides_reach_the_recipe_and_the_name(capsys: pytest.CaptureFixture[s
 
 
 def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of runs, without training them; each does as the name of a folder."""
+    """Names of runs, without training them; all are valid folder names."""
     planned = []
     monkeypatch.setattr(
-        "isda.experiments.train.train", lambda plans, options: planned.append(plans) or []
+        "isda.experiments.training.loop.train", lambda plans, options: planned.append(plans) or []
     )
 
     def names(*arguments: str) -> list[str]:
@@ -463,7 +494,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert names("compare", "cifar10-wide_resnet28_10-identity_isda", "--seeds", "0") == [
         f"cifar10-wide_resnet28_10-{method}/0" for method in ("ce", "identity_isda")
     ]
-    # a folder that is called as a data set of the paper
+    # a folder with the name of a data set of the paper
     (name,) = names("train", "--data", "imagefolder:/data/imagenet", "--network", "resnet50")
     assert name.startswith("imagenet-resnet50-isda+data=imagefolder_data_imagenet+")
     assert name.endswith("/0")
@@ -523,9 +554,17 @@ def test_compare_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(header) >= 3
 
 
-@pytest.mark.slow
-def test_report_of_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
-    """The bundled recipes at full length: the page has the numbers of the raw records."""
+def test_report_of_the_digits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default recipes on some images: the page has the numbers of the raw records."""
+
+    def some_digits(*_: object, **__: object) -> ImageArrays:
+        digits = load_data("digits")
+        assert isinstance(digits, ImageArrays)
+        return digits.hold_out(1280)  # trains on 158, tests on 1280
+
+    monkeypatch.setattr("isda.experiments.training.loop.load_data", some_digits)
     assert main(["compare", "--seeds", "0", "1", "--device", "cpu"]) == 0
     capsys.readouterr()
     assert main(["report", "--page", "report.html"]) == 0
@@ -564,9 +603,9 @@ def test_report_of_the_digits(capsys: pytest.CaptureFixture[str]) -> None:
         ([], 224),
     ],
 )
-def test_images_have_the_size_that_a_model_is_made_for(flags: list[str], size: int) -> None:
-    given, start, _ = parse(
-        Arguments, "train", ["--data", "imagefolder:photos", *flags], description=""
+def test_images_have_the_size_of_the_timm_model(flags: list[str], size: int) -> None:
+    given, start, _ = parse_recipe(
+        TrainArguments, "train", ["--data", "imagefolder:photos", *flags], description=""
     )
     assert given.recipe.image_size == size
     changed = run_name(given.recipe, start)
@@ -577,7 +616,7 @@ CHANGED = "+epochs=2+batch_size=16+image_size=32"
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_compare_on_ones_own_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_compare_on_your_own_images(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     photos = image_folder(tmp_path / "photos")
     flags = ["--network", "timm:test_resnet", "--image-size", "32", "--epochs", "2"]
     flags += ["--batch-size", "16", "--seeds", "0", "1", "--device", "cpu", "--workers", "0"]
@@ -601,7 +640,7 @@ def test_compare_on_ones_own_images(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_a_bad_batch_is_one_line_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
-    """A training that fails says so without a traceback, behind its progress bar."""
+    """A failed training prints one line after its progress bar, and no traceback."""
     assert main(["train", *QUICK, "--learning-rate", "1e12", "--device", "cpu"]) == 2
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err

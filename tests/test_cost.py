@@ -1,4 +1,4 @@
-"""Costs against the paper, torchvision's counts and a count by hand; tiny networks measured."""
+"""Costs against the paper, torchvision and a manual count, and measurements of tiny networks."""
 
 import csv
 import functools
@@ -16,24 +16,27 @@ from torchvision import models
 
 from isda import ISDALoss
 from isda.covariance import DiagonalCovariance, FullCovariance
-from isda.experiments import bench
-from isda.experiments.baselines import CrossEntropyLoss
-from isda.experiments.bench import CASES, MeasuredCost, measured_cost, random_images
-from isda.experiments.company import Company
-from isda.experiments.cost import (
+from isda.experiments.cli import run as run_command
+from isda.experiments.cost import multiply_adds, theoretical_cost
+from isda.experiments.cost_records import (
+    CASES,
+    MeasuredCost,
     TheoreticalCost,
-    cost_table,
-    costs_markdown,
-    main,
-    multiply_adds,
-    theoretical_cost,
+    cost_lines,
     write_costs,
 )
 from isda.experiments.errors import InputError
-from isda.experiments.memory import peak_host_memory
+from isda.experiments.losses.baselines import CrossEntropyLoss
 from isda.experiments.published import COST
 from isda.experiments.recipes import get_recipe
-from isda.experiments.runs import environment
+from isda.experiments.report.costs import cost_table, costs_markdown
+from isda.experiments.training import step_cost
+from isda.experiments.training.environment import environment
+from isda.experiments.training.memory import peak_host_memory
+from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.step_cost import measured_cost, random_images
+
+main = functools.partial(run_command, "cost")
 
 WEIGHTS = {  # with torchvision's counts of parameters and multiply-adds
     "resnet50": models.ResNet50_Weights.IMAGENET1K_V1,
@@ -93,9 +96,9 @@ def test_multiply_adds_by_hand() -> None:
         ("shake_shake26_2x32d", 100, 32, 128),
         ("resnet8", 10, 8, 64),
         ("timm:resnet18", 1000, 224, 512),
-        ("timm:swinv2_tiny_window8_256", 1000, 256, 768),  # which takes no other size
-        ("timm:pit_ti_224", 1000, 224, 256),  # whose blocks take parameters for inputs
-        ("timm:resnetv2_18", 1000, 224, 512),  # whose head is a convolution
+        ("timm:swinv2_tiny_window8_256", 1000, 256, 768),  # accepts no other size
+        ("timm:pit_ti_224", 1000, 224, 256),  # blocks with parameters as inputs
+        ("timm:resnetv2_18", 1000, 224, 512),  # head is a convolution
     ],
 )
 def test_sizes_by_default(
@@ -127,10 +130,10 @@ def test_sizes_given() -> None:
         ({"network": "timm:nonsense"}, "unknown timm model 'nonsense'"),
         ({"network": "resnet32", "num_classes": 1}, "num_classes must be >= 2, got 1"),
         ({"network": "resnet32", "image_size": 0}, "image_size must be >= 1, got 0"),
-        ({"network": "densenet121", "image_size": 8}, "densenet121 does not take images of size 8"),
+        ({"network": "densenet121", "image_size": 8}, "densenet121 does not accept 8 x 8 images"),
         (
             {"network": "timm:botnet26t_256", "image_size": 224},
-            "timm:botnet26t_256 does not take images of size 224: the model is made for size 256",
+            "timm:botnet26t_256 does not accept 224 x 224 images: the model was designed for size",
         ),
     ],
 )
@@ -214,13 +217,13 @@ def test_added_memory_is_the_state(device: torch.device) -> None:
     for row in rows:
         assert row.added_mebibytes is not None
         least = 4 * state[row.case] / 2**20
-        assert least <= row.added_mebibytes < least + 8  # what a step holds beside it
+        assert least <= row.added_mebibytes < least + 8  # other memory of a step
 
 
 def test_criteria_are_exchanged(device: torch.device) -> None:
     data = random_images(12, num_classes=10, shape=(1, 8, 8), device=device)
     recipe = get_recipe("digits-resnet8-isda")
-    trained = bench._Bench(recipe, data, device)
+    trained = step_cost._Bench(recipe, data, device)
     lane = trained._lane
     weight = lane.network.get_classifier().weight
     for case, structure in (("diagonal", DiagonalCovariance), ("full", FullCovariance)):
@@ -230,17 +233,17 @@ def test_criteria_are_exchanged(device: torch.device) -> None:
         with trained._using(criterion):
             assert isinstance(lane.criterion, ISDALoss)
             assert type(lane.criterion.estimator) is structure
-            Company([lane], capture=False).train_epoch()
+            SideBySide([lane], capture=False).train_epoch()
             assert lane.criterion.estimator.count.sum() == before + 12
-            assert before == 24  # once to begin with, once timed
-            assert float(lane.progress) == 0.5  # λ is in force
+            assert before == 24  # one warm-up, one timed
+            assert float(lane.progress) == 0.5  # λ > 0
             assert weight.grad is not None
         assert weight.grad is None
     assert isinstance(lane.criterion, CrossEntropyLoss)
 
 
 class Machine:
-    """In place of a bench: grows slower with every measurement, and has so much memory."""
+    """Stand-in for a bench that slows down with every measurement and has limited memory."""
 
     def __init__(self, *, room: int = 3) -> None:
         self.clock, self.asked, self.room = 1.0, [], room
@@ -261,15 +264,15 @@ class Machine:
 
 
 def measure(create: Callable[[], object], repeats: int = 5) -> list[MeasuredCost]:
-    times, peaks = bench._take_turns(create, repeats)
-    return bench._summary(times, peaks, batch_size=4, precision="fp32")
+    times, peaks = step_cost._take_turns(create, repeats)
+    return step_cost._summary(times, peaks, batch_size=4, precision="fp32")
 
 
 def test_cases_take_turns() -> None:
     machine = Machine()
     rows = measure(lambda: machine)
     assert machine.asked == [*CASES] * 5
-    # case by case, five of each, the drift alone would have come to 0.5 and 1.0 percent
+    # without interleaving, the drift would have been 0.5 and 1.0 percent
     assert rows[1].added_percent == pytest.approx(5, abs=0.15)
     assert rows[2].added_percent == pytest.approx(50, abs=0.4)
     assert [row.mebibytes for row in rows] == [100, 101, 300]
@@ -278,14 +281,14 @@ def test_cases_take_turns() -> None:
 
 def test_medians() -> None:
     times = {"ce": [2.0, 100.0, 1.0], "diagonal": [2.2, 2.4, 2.0], "full": [3.0, 3.0, 3.0]}
-    rows = bench._summary(times, {}, batch_size=4, precision="fp32")
+    rows = step_cost._summary(times, {}, batch_size=4, precision="fp32")
     assert [row.milliseconds for row in rows] == pytest.approx([2000, 2200, 3000])
     assert [row.added_percent for row in rows] == pytest.approx([0, 10, 50])
     assert [row.spread_percent for row in rows] == pytest.approx([4900, 100 / 11, 0])
     assert [row.mebibytes for row in rows] == [None, None, None]
 
 
-def test_what_does_not_fit() -> None:
+def test_cases_that_do_not_fit_in_memory() -> None:
     rows = measure(lambda: Machine(room=2))
     assert [row.note for row in rows] == ["", "", "does not fit"]
     assert rows[1].added_percent is not None
@@ -295,12 +298,12 @@ def test_what_does_not_fit() -> None:
         try:
             raise torch.OutOfMemoryError("CUDA out of memory")
         finally:
-            raise RuntimeError("capture was not ended")  # as a broken capture does
+            raise RuntimeError("capture was not ended")  # as in a failed capture
 
     assert [row.note for row in measure(no_room)] == ["does not fit"] * 3
 
-    alone = bench._summary({"full": [1.0]}, {}, batch_size=4, precision="fp32")
-    assert alone[2].note == "does not fit"  # nothing to compare it with
+    alone = step_cost._summary({"full": [1.0]}, {}, batch_size=4, precision="fp32")
+    assert alone[2].note == "does not fit"  # no baseline
 
     def broken() -> Machine:
         raise RuntimeError("broken")
@@ -309,32 +312,41 @@ def test_what_does_not_fit() -> None:
         measure(broken)
 
 
-def test_statistics_beyond_the_host_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_larger_than_host_memory_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     full = 4 * 10 * 64 * 64  # bytes of ten matrices
     options = {"device": torch.device("cpu"), "batch_size": 4, "steps": 1, "repeats": 1}
-    monkeypatch.setattr(bench, "_host_memory", lambda: 2 * full)
+    monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * full)
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", "does not fit"]
-    monkeypatch.setattr(bench, "_host_memory", lambda: 2 * full + 2 * 10_000)  # means and counts
+    monkeypatch.setattr(
+        step_cost, "_host_memory", lambda: 2 * full + 2 * 10_000
+    )  # means and counts
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", ""]
+
+
+def write(
+    path: Path, theory: list[TheoreticalCost], measured: dict[str, list[MeasuredCost]]
+) -> None:
+    write_costs(path, cost_lines(theory, measured, environment("cpu")))
 
 
 def test_table() -> None:
     theory = [usual(name) for name in ("resnet50", "densenet121", "resnet32")]
-    lines = cost_table(theory, {}).splitlines()
-    assert lines[2].split() == ["resnet50", "25.6", "4.09", "2048", "0.25", "0.25"]
-    assert lines[3].split() == ["densenet121", "8.0", "2.83", "1024", "0.18", "0.20"]
-    assert lines[4].split()[-1] == "–"
-    assert lines[-1].startswith("densenet121: the paper prints another number")
+    lines = cost_table(cost_lines(theory, {}, {})).splitlines()
+    assert re.split(" {2,}", lines[2]) == ["resnet50", "25.6", "4.09", "2048", "0.25 %", "0.25 %"]
+    assert re.split(" {2,}", lines[3]) == ["densenet121", "8.0", "2.83", "1024", "0.18 %", "0.20 %"]
+    assert len(re.split(" {2,}", lines[4])) == 5  # the paper prints no cost
+    assert lines[-1].startswith("densenet121: the paper prints a different number")
 
-    lines = cost_table(theory[:2], {"resnet50": measure(lambda: Machine(room=2))}).splitlines()
+    measured = {"resnet50": measure(lambda: Machine(room=2))}
+    lines = cost_table(cost_lines(theory[:2], measured, {})).splitlines()
     cells = re.split(" {2,}", lines[2])[6:]
-    assert cells == ["1005.0", "+5.1", "+7.6", "does not fit", "100", "+1", "does not fit"]
-    assert len(lines[3].split()) == 6
-    assert "batch size 4 (fp32)" in lines[-2]
+    assert cells == ["1005.01", "+5.11 %", "does not fit", "7.6 %", "100", "1"]
+    assert lines[3].split()[-1] == "%"  # not measured
+    assert "batch size 4 (fp32)" in lines[-3]
 
-    lines = cost_table([usual(name) for name in COST], {}).splitlines()
-    assert lines[-2].startswith("densenet121, densenet265: the paper prints another number")
-    sizes = "resnet101, resnet152: the paper prints another number of parameters, 44.6, 60.3 M"
+    lines = cost_table(cost_lines([usual(name) for name in COST], {}, {})).splitlines()
+    assert lines[-2].startswith("densenet121, densenet265: the paper prints a different number")
+    sizes = "resnet101, resnet152: the paper prints a different number of parameters, 44.6, 60.3 M"
     assert lines[-1] == sizes
 
 
@@ -342,9 +354,9 @@ def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cost.csv"
     theory = [usual(name) for name in ("resnet50", "resnet32")]
     measured = measure(lambda: Machine(room=2))
-    write_costs(path, theory, {}, torch.device("cpu"))
+    write(path, theory, {})
     assert len(read(path)) == 2
-    write_costs(path, theory, {"resnet50": measured}, torch.device("cpu"))
+    write(path, theory, {"resnet50": measured})
     rows = read(path)
     assert [(row["network"], row["case"]) for row in rows] == [
         *(("resnet50", case) for case in CASES),
@@ -363,11 +375,11 @@ def test_csv(tmp_path: Path) -> None:
 
 
 def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is there stays as it is; what was not measured is."""
+    """Existing measurements are kept, and missing ones are added."""
     device = torch.device("cpu")
     path = tmp_path / "cost.csv"
     theory = [usual(name) for name in ("resnet50", "resnet8")]
-    write_costs(path, theory, {"resnet50": measure(Machine)}, device)
+    write(path, theory, {"resnet50": measure(Machine)})
     old = path.read_text().replace(torch.__version__, "1.0")
     path.write_text(old)
     words = ["--batch-size", "4", "--steps", "1", "--repeats", "1", "--device", device.type]
@@ -389,18 +401,18 @@ def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--networks", "resnet8", *words, "--out", str(path), "--resume"])  # nothing left to do
     assert len(read(path)) == 3 * 6
     assert capsys.readouterr().out == f"All of {path}:\n\n{costs_markdown([path])}\n"
-    with pytest.raises(InputError, match="resume needs out"):
+    with pytest.raises(InputError, match="--resume needs --out"):
         main(["--networks", "resnet8", "--resume"])
 
 
 def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each network that was measured; the last measurement counts."""
+    """One row per measured network; the last measurement counts."""
     paths = [tmp_path / "old.csv", tmp_path / "new.csv"]
     theory = [usual(name) for name in ("resnet50", "resnet32")]
     old = {name.network: measure(Machine, repeats=1) for name in theory}
-    write_costs(paths[0], theory, old, torch.device("cpu"))
+    write(paths[0], theory, old)
     new = {"resnet50": measure(lambda: Machine(room=2))}
-    write_costs(paths[1], theory, new, torch.device("cpu"))
+    write(paths[1], theory, new)
     main(["--table", *map(str, paths)])
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _lines(capsys)]
     assert [line[0] for line in lines[2:]] == ["resnet50", "resnet32"]
@@ -414,8 +426,8 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: "a,b\n1,2\n", "must be a CSV file of isda cost, it has no column network"),
-        (lambda text: "", "must be a CSV file of isda cost, it has no column network"),
+        (lambda text: "a,b\n1,2\n", "is not a CSV file of isda cost: it has no column network"),
+        (lambda text: "", "is not a CSV file of isda cost: it has no column network"),
         (lambda text: text.replace("milliseconds", "ms"), "it has no column milliseconds"),
         (lambda text: text.replace("resnet8,", "resnet9,", 1), "must have ce, diagonal, full for"),
         (lambda text: text.replace(",fp32,", ",fp32,x"), r"has milliseconds 'x\d+.* resnet8, ce$"),
@@ -425,12 +437,10 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (lambda text: text + '"' + "x" * 200_000, "cannot be read: field larger"),
     ],
 )
-def test_files_that_are_not_those_of_the_command(
-    change: Callable[[str], str | bytes], message: str, tmp_path: Path
-) -> None:
+def test_invalid_files(change: Callable[[str], str | bytes], message: str, tmp_path: Path) -> None:
     path = tmp_path / "cost.csv"
     theory = [usual("resnet8")]
-    write_costs(path, theory, {"resnet8": measure(Machine)}, torch.device("cpu"))
+    write(path, theory, {"resnet8": measure(Machine)})
     changed = change(path.read_bytes().decode())
     path.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
     for words in (["--table", str(path)], ["--out", str(path), "--resume"]):
@@ -443,15 +453,15 @@ def test_files_that_are_not_those_of_the_command(
 def test_file_without_measurements(tmp_path: Path) -> None:
     path = tmp_path / "cost.csv"
     for theory in ([], [usual("resnet8")]):
-        write_costs(path, theory, {}, torch.device("cpu"))
+        write(path, theory, {})
         with pytest.raises(InputError, match=r"cost\.csv has no measurements"):
             main(["--table", str(path)])
 
 
-def test_resume_keeps_columns_that_are_no_more(tmp_path: Path) -> None:
+def test_resume_keeps_unknown_columns(tmp_path: Path) -> None:
     path = tmp_path / "cost.csv"
     theory = [usual("resnet8")]
-    write_costs(path, theory, {"resnet8": measure(Machine)}, torch.device("cpu"))
+    write(path, theory, {"resnet8": measure(Machine)})
     lines = path.read_text().splitlines()
     more = [line + end for line, end in zip(lines, (",weather", *[",fair"] * 3), strict=True)]
     path.write_text("\n".join(more))
@@ -460,7 +470,7 @@ def test_resume_keeps_columns_that_are_no_more(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == more
 
 
-def test_table_of_the_page_is_that_of_its_records() -> None:
+def test_table_in_the_docs_matches_the_records() -> None:
     root = Path(__file__).parents[1]
     records = [
         root / f"results/benchmarks/cost_{name}_h200.csv" for name in ("cifar100", "imagenet")
@@ -509,7 +519,7 @@ def test_errors_of_the_command(
     def never(*_: object) -> None:
         raise AssertionError("measured before the mistake was found")
 
-    monkeypatch.setattr(bench, "_take_turns", never)
+    monkeypatch.setattr(step_cost, "_take_turns", never)
     with pytest.raises(InputError, match=message):
         main(words.split())
 

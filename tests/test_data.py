@@ -1,4 +1,4 @@
-"""Data sets: splits, files on disk and every way in which they can be wrong."""
+"""Data sets: splits, files on disk, and errors for invalid files."""
 
 import hashlib
 import multiprocessing
@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from isda.experiments import draws
-from isda.experiments.data import (
+from isda.experiments.data import counter_rng
+from isda.experiments.data.arrays import (
     ImageArrays,
     epoch_order,
     load_data,
@@ -25,8 +25,8 @@ from isda.experiments.data import (
     split,
     steps_per_epoch,
 )
+from isda.experiments.data.folders import FolderImages, _to_rgb
 from isda.experiments.errors import InputError
-from isda.experiments.folder import FolderImages, _to_rgb
 
 SIZE = 16
 
@@ -45,7 +45,7 @@ def folder_of(path: Path, **options: object) -> FolderImages:
 
 
 def message_of(spec: str, **options: object) -> str:
-    """The one line that the user is shown."""
+    """Error message of ``load_data``."""
     with pytest.raises(InputError) as caught:
         load_data(spec, **options)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
@@ -109,11 +109,11 @@ def test_normalize_is_captured_in_a_cuda_graph() -> None:
 
 
 def test_epoch_order_and_steps() -> None:
-    order = epoch_order(1000, draws.key(0, 1))
+    order = epoch_order(1000, counter_rng.key(0, 1))
     assert order.sort().values.tolist() == list(range(1000))
     assert order.tolist() != list(range(1000))
-    assert torch.equal(order, epoch_order(1000, draws.key(0, 1)))
-    assert not torch.equal(order, epoch_order(1000, draws.key(0, 2)))
+    assert torch.equal(order, epoch_order(1000, counter_rng.key(0, 1)))
+    assert not torch.equal(order, epoch_order(1000, counter_rng.key(0, 2)))
     for number in (1, 127, 128, 129, 50_000):
         assert steps_per_epoch(number, 128) == len(range(0, number, 128))
 
@@ -129,7 +129,7 @@ def test_rank_slices_cover_the_batch(number: int, world: int) -> None:
 
 def test_hold_out_of_cifar(device: torch.device) -> None:
     target = torch.arange(50_000)[torch.randperm(50_000)] % 100
-    place = torch.arange(50_000)  # every image says where it was
+    place = torch.arange(50_000)  # every image contains its index
     images = torch.stack((place % 256, place // 256), 1).to(torch.uint8)[:, :, None, None]
     data = ImageArrays(
         "cifar100",
@@ -230,7 +230,7 @@ def test_cifar_from_torchvision_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert data.test_target.tolist() == stored["test_labels"].tolist()
 
     (folder / "data_batch_1").write_bytes(b"damaged")
-    assert f"cifar10 is damaged in {folder}" in message_of("cifar10", root=tmp_path)
+    assert f"cifar10 in {folder} is damaged" in message_of("cifar10", root=tmp_path)
 
 
 def test_cifar_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ def test_cifar_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"test_labels": None}, "has no test_labels"),
+        ({"test_labels": None}, "lacks the arrays test_labels"),
         ({"train_images": np.zeros((12, 3, 32, 32), np.uint8)}, "must be uint8 (12, 32, 32, 3)"),
         ({"train_images": np.zeros((12, 32, 32, 3), np.float32)}, "got float32 (12, 32, 32, 3)"),
         ({"train_labels": np.zeros(11, np.int64)}, "must be uint8 (11, 32, 32, 3)"),
@@ -260,7 +260,7 @@ def test_cifar_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"test_labels": np.array([0, 1, 2, 3, 100])}, "must be in [0, 100), got 0 to 100"),
         ({"test_labels": np.array([0, -1, 2, 3, 4])}, "must be in [0, 100), got -1 to 4"),
         ({"train_images": np.array([{"a": 1}])}, "cannot be read: Object arrays"),
-        ({"train_labels": np.full(12, 3)}, "must be of two or more classes, got one"),
+        ({"train_labels": np.full(12, 3)}, "must have two or more classes, got one"),
     ],
 )
 def test_wrong_npz(change: dict[str, np.ndarray], expected: str, tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_damaged_npz(tmp_path: Path) -> None:
     np.savez(path, **cifar_arrays())
     whole = path.read_bytes()
     flipped = bytearray(whole)
-    flipped[5000] ^= 255  # within the pixels: the checksum of the archive finds it
+    flipped[5000] ^= 255  # in the pixels, where the checksum of the archive detects it
     for content in (b"", b"no archive", whole[: len(whole) // 2], bytes(flipped)):
         path.write_bytes(content)
         assert f"{path} cannot be read" in message_of("cifar100", root=tmp_path)
@@ -285,7 +285,7 @@ def test_damaged_npz(tmp_path: Path) -> None:
 def test_unknown_data_set() -> None:
     assert message_of("cifar11") == "unknown data set 'cifar11'; did you mean cifar10 or cifar100?"
     assert "needs a path" in message_of("imagefolder:")
-    assert "needs its folder" in message_of("imagenet")
+    assert "needs --data-root" in message_of("imagenet")
 
 
 # Images in folders
@@ -389,12 +389,12 @@ def test_train_batches(photos: Path) -> None:
 
 
 def test_crops_do_not_depend_on_the_order(photos: Path) -> None:
-    # each sample's crop is its own: one by one the images are those of a batch of all
+    # crops do not depend on the batch: images one by one equal a batch of all
     data = folder_of(photos)
     one = torch.cat([images for images, _ in epoch_of(data, batch_size=1)])
     whole = epoch_of(data, batch_size=21)[0][0]
     assert torch.equal(one, whole)
-    # and one file many times: crops and flips of its copies differ
+    # copies of one file have different crops and flips
     alone = FolderImages(
         "copies",
         data.train_files[:1] * 8,
@@ -415,7 +415,7 @@ def test_workers_resume_and_ranks_change_nothing(photos: Path) -> None:
     assert_same(epoch_of(data), whole)
     early = data.train_batches(batch_size=5, seed=3, epoch=1)
     next(early)
-    early.close()  # stopped in the middle: what was read ahead does not show up later
+    early.close()  # stopped in the middle: prefetched batches do not appear later
     assert_same(epoch_of(data, start_step=3), whole[3:])
     side_by_side = zip(
         data.train_batches(batch_size=5, seed=3, epoch=1),
@@ -429,18 +429,18 @@ def test_workers_resume_and_ranks_change_nothing(photos: Path) -> None:
         tuple(torch.cat(parts) for parts in zip(*b, strict=True)) for b in zip(*ranks, strict=True)
     ]
     assert_same(joined, whole)
-    assert [len(target) for _, target in ranks[0]] == [1, 1, 1, 1, 0]  # an empty share
+    assert [len(target) for _, target in ranks[0]] == [1, 1, 1, 1, 0]  # no images for this rank
     tests = [list(data.test_batches(4, rank=rank, world=2)) for rank in range(2)]
     joined = [
         tuple(torch.cat(parts) for parts in zip(*b, strict=True)) for b in zip(*tests, strict=True)
     ]
     assert_same(joined, list(data.test_batches(4)))
     workers = [child for child in multiprocessing.active_children() if child not in strangers]
-    assert len(workers) == 4  # of two iterators side by side; all else used them again
+    assert len(workers) == 4  # one loader per concurrent iterator, reused otherwise
     begin = time.monotonic()
     del data, early, side_by_side
     assert not any(worker.is_alive() for worker in workers)
-    assert time.monotonic() - begin < 5  # told to end, not waited for
+    assert time.monotonic() - begin < 5  # asked to stop, without waiting
 
 
 def test_wrong_folders(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
     make_images(tmp_path, {"owl": 1, "rat": 1})
     (tmp_path / "dog" / "notes.txt").rename(tmp_path / "dog" / "0.jpg")
     assert "1 of 6 images" in message_of(spec)
-    assert "must have folders of classes" in message_of("imagenet", root=tmp_path)
+    assert "must have train/ and val/" in message_of("imagenet", root=tmp_path)
 
 
 @pytest.mark.parametrize("parts", [("Train", "Val"), ("training", "validation")])
@@ -473,11 +473,11 @@ def test_names_of_the_parts(parts: tuple[str, str], photos: Path) -> None:
 
 
 def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
-    """Which would be two classes, to be told apart with ease."""
+    """train and val would otherwise be taken for two classes."""
     make_images(tmp_path, {"train": 5, "val": 5})
-    message = f"{tmp_path} must have folders of classes in train/ and val/"
+    message = f"{tmp_path} must have train/ and val/ with one folder per class"
     assert message_of(f"imagefolder:{tmp_path}") == message
-    make_images(tmp_path, {"bus": 5})  # a train is a vehicle, too
+    make_images(tmp_path, {"bus": 5})  # train as the name of a class
     assert folder_of(tmp_path).class_names == ("bus", "train", "val")
     (tmp_path / "val").rename(tmp_path / "van")
     make_images(tmp_path / "train", {"fast": 5})
@@ -485,12 +485,12 @@ def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "train" / "fast")
     (tmp_path / "van").rename(tmp_path / "val")
     make_images(tmp_path / "train", {"cat": 5, "dog": 5})
-    message = f"{tmp_path}/val must have a folder for each class, as {tmp_path}/train has"
+    message = f"{tmp_path}/val must have one folder per class, like {tmp_path}/train"
     assert message_of(f"imagefolder:{tmp_path}") == message
 
 
 def test_images_of_more_than_8_bits(tmp_path: Path) -> None:
-    """16 bits are scaled, not cut off; what has no range cannot be read."""
+    """16-bit images are scaled, not clipped; images of unknown range are refused."""
     make_images(tmp_path, {"a": 3, "b": 3})
     values = np.random.default_rng(0).integers(0, 2**16, (24, 24), dtype=np.uint16)
     file = tmp_path / "a" / "deep.png"
@@ -517,7 +517,7 @@ def test_too_few_images_to_split(tmp_path: Path) -> None:
 def test_wrong_test_part(photos: Path) -> None:
     spec = f"imagefolder:{photos}"
     make_images(photos / "val", {"emu": 1})
-    assert message_of(spec) == f"{photos}/val has classes that {photos}/train has not: emu"
+    assert message_of(spec) == f"{photos}/val has classes that {photos}/train lacks: emu"
     (photos / "val").rename(photos / "old")
     (photos / "val" / "cat").mkdir(parents=True)
     assert message_of(spec) == f"{photos}/val has no images"
@@ -536,7 +536,7 @@ def test_unreadable_images(photos: Path) -> None:
     assert "--skip-unreadable" in message
     for file in ("train/cat/0.jpg", "train/dog/1.png", "val/dog/3.png"):
         assert str(photos / file) in message
-    with pytest.warns(UserWarning, match=r"left out 3 of 28 images .*val/dog/3.png"):
+    with pytest.warns(UserWarning, match=r"skipped 3 of 28 images .*val/dog/3.png"):
         data = folder_of(photos, skip_unreadable=True)
     assert (len(data.train_files), len(data.test_files)) == (19, 6)
     assert len(data.train_target) == 19
@@ -545,7 +545,7 @@ def test_unreadable_images(photos: Path) -> None:
     message = message_of(f"imagefolder:{photos}")
     assert "9 of 28 images" in message
     assert message.endswith("and 4 more")
-    with pytest.warns(UserWarning, match="left out 9 of 28 images"):
+    with pytest.warns(UserWarning, match="skipped 9 of 28 images"):
         message = message_of(f"imagefolder:{photos}", skip_unreadable=True)
     assert message == f"{photos}/train has classes without images: owl"
 
@@ -561,6 +561,6 @@ def test_image_that_fails_while_training(workers: int, photos: Path) -> None:
     assert str(caught.value).startswith(f"{broken} cannot be read: ")
     assert "\n" not in str(caught.value)
     if not workers:
-        with pytest.warns(UserWarning, match="left out 1 of 28 images"):
+        with pytest.warns(UserWarning, match="skipped 1 of 28 images"):
             found = load_data("imagenet", root=photos, skip_unreadable=True)
         assert len(found.train_files) == 20

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 
 import pytest
 import timm
@@ -16,12 +17,12 @@ from pytorchcv.models.wrn_cifar import get_wrn_cifar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda.experiments import draws
+from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
 from isda.experiments.networks import (
     NETWORKS,
     Network,
-    bind_draws,
+    bind_key,
     create_network,
     own_image_size,
 )
@@ -61,7 +62,8 @@ IMAGENET = {  # with 1000 classes
 
 def test_every_network_of_the_paper_has_its_name() -> None:
     assert set(NETWORKS) == {*CIFAR, *IMAGENET, "resnet8"}
-    assert all(builder.__name__ == name for name, builder in NETWORKS.items())
+    for name, module in NETWORKS.items():
+        assert hasattr(import_module(f"isda.experiments.networks.{module}"), name)
 
 
 @pytest.mark.parametrize("name", [*CIFAR, *IMAGENET])
@@ -78,7 +80,7 @@ def test_parameter_count_is_the_paper_s(name: str) -> None:
 
 
 def _scatter_statistics(network: nn.Module) -> None:
-    """Give every normalisation layer weights and statistics of its own, so that a mix-up shows."""
+    """Give every batch norm different weights and statistics, so that the test detects a mix-up."""
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             for tensor in (module.weight.data, module.running_var):
@@ -106,7 +108,7 @@ def _se_resnet110() -> nn.Module:
 
 
 def _shake_shake() -> nn.Module:
-    """pytorchcv's network, each ReLU moved from the end of a block to the start of its branches."""
+    """pytorchcv's network with each ReLU moved from the end of a block to the start of branches."""
     network = get_shakeshakeresnet_cifar(10, blocks=26, bottleneck=False, first_stage_channels=32)
 
     def activate(module: nn.Module, inputs: tuple[Tensor]) -> Tensor:
@@ -171,20 +173,20 @@ def test_timm_model_keeps_its_output(device: torch.device) -> None:
     assert network.forward_features(images).shape == (2, 512)
     torch.testing.assert_close(network(images), network.model(images))
     network.train()
-    assert bind_draws(network, draws.key(1, device=device)) == 1
+    assert bind_key(network, counter_rng.key(1, device=device)) == 1
     dropped = (network.forward_features(images) == 0).float().mean()
     assert dropped >= 0.4  # 5 σ below 0.5 for 1024 elements
 
 
 def test_random_layers_of_timm_draw_from_the_key() -> None:
-    """As the dropout of our own networks: a step's numbers are those of its key, for any rank."""
+    """As in our networks, random numbers depend on the key of the step, on any rank."""
     network = create_network("timm:swin_tiny_patch4_window7_224", num_classes=3).train()
     key = torch.tensor(5)
-    assert bind_draws(network, key) > 10
+    assert bind_key(network, key) > 10
     images = torch.randn(4, 3, 224, 224)
     with torch.no_grad():
         one, again = network(images), network(images)
-        bind_draws(network, key, offset=2)  # a rank that has the last two
+        bind_key(network, key, offset=2)  # a rank with the last two images
         part = network(images[2:])
         key += 1
         other = network(images[2:])
@@ -194,12 +196,12 @@ def test_random_layers_of_timm_draw_from_the_key() -> None:
 
 
 def test_timm_model_that_adds_to_its_head() -> None:
-    """An auxiliary head takes part in the output, or a layer between features and head."""
+    """An auxiliary head, or a layer between features and head, contributes to the output."""
     for name, adds in (
         ("timm:volo_d1_224", True),
-        ("timm:efficientvit_m0", True),  # batch normalisation, which does nothing as yet
+        ("timm:efficientvit_m0", True),  # batch norm, which is still the identity
         ("timm:test_resnet", False),
-        ("timm:deit_tiny_patch16_224", False),  # has parameters outside of its layers
+        ("timm:deit_tiny_patch16_224", False),  # has parameters outside its layers
     ):
         network = create_network(name, num_classes=3).eval()
         images = torch.randn(1, 3, 224, 224)
@@ -208,7 +210,7 @@ def test_timm_model_that_adds_to_its_head() -> None:
             if not adds:
                 network.check(images, logits)
                 continue
-            with pytest.raises(InputError, match=f"{name} must give what its linear head makes"):
+            with pytest.raises(InputError, match=f"{name} must end in a linear layer: ISDA needs"):
                 network.check(images, logits)
 
 
@@ -219,7 +221,7 @@ def test_timm_models_that_cannot_be_built() -> None:
 
 @pytest.mark.parametrize("name", ["resnetv2_18", "dla46_c", "dpn48b"])
 def test_timm_head_that_is_a_convolution(name: str, device: torch.device) -> None:
-    """The head becomes linear; weights, output and gradients stay."""
+    """The head becomes linear; weights, output and gradients are the same."""
     torch.manual_seed(0)
     network = create_network(f"timm:{name}", num_classes=7).to(device).eval()
     head = network.get_classifier()
@@ -351,7 +353,7 @@ RATE = 0.3
 def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch.device) -> None:
     layer = Dropout(RATE)
     if bound:
-        bind_draws(layer, draws.key(7, device=device))
+        bind_key(layer, counter_rng.key(7, device=device))
     x = torch.full((40, 25, 8, 5), 2.0, device=device, requires_grad=True)
     output = layer(x)
     output.sum().backward()
@@ -360,7 +362,7 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch
     assert abs(dropped.double().mean().item() - RATE) < 5 * sigma
     torch.testing.assert_close(output[~dropped], torch.full_like(output[~dropped], 2 / (1 - RATE)))
     torch.testing.assert_close(x.grad, output.detach() / 2)
-    for axis in range(4):  # no image, channel, row or column of its own rate
+    for axis in range(4):  # the rate is the same for all images, channels, rows and columns
         others = [other for other in range(4) if other != axis]
         rates = dropped.double().mean(others)
         assert (rates - RATE).abs().max() < 5 * sigma * math.sqrt(x.shape[axis])
@@ -369,19 +371,19 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch
 
 def test_dropout_depends_on_key_and_layer(device: torch.device) -> None:
     layers = nn.ModuleList([Dropout(RATE), Dropout(RATE)])
-    key = draws.key(1, device=device)
-    assert bind_draws(layers, key) == 2
+    key = counter_rng.key(1, device=device)
+    assert bind_key(layers, key) == 2
     x = torch.ones(64, 16, device=device)
     first, second = layers[0](x), layers[1](x)
     assert torch.equal(layers[0](x), first)
     assert not torch.equal(first, second)
-    key.copy_(draws.key(2, device=device))  # the next step
+    key.copy_(counter_rng.key(2, device=device))  # the next step
     later = layers[0](x)
     both = ((first == 0) & (later == 0)).double().mean().item()
     assert abs(both - RATE**2) < 5 * math.sqrt(RATE**2 / x.numel())
-    key.copy_(draws.key(1, device=device))
+    key.copy_(counter_rng.key(1, device=device))
     assert torch.equal(layers[0](x), first)
-    bind_draws(layers, None)
+    bind_key(layers, None)
     torch.manual_seed(0)
     free = layers[0](x)
     torch.manual_seed(0)
@@ -404,9 +406,9 @@ def test_dropout_layers_are_counted_and_absent_at_rate_zero(name: str, layers: i
     with torch.device("meta"):
         plain = create_network(name, num_classes=10)
         dropping = create_network(name, num_classes=10, drop_rate=RATE)
-        key = draws.key(0)
-    assert bind_draws(plain, key) == 0
-    assert bind_draws(dropping, key) == layers
+        key = counter_rng.key(0)
+    assert bind_key(plain, key) == 0
+    assert bind_key(dropping, key) == layers
     assert plain.state_dict().keys() == dropping.state_dict().keys()
     bound = [module for module in dropping.modules() if isinstance(module, Dropout)]
     assert all(module.drop_rate == RATE and module.key is key for module in bound)
@@ -418,7 +420,7 @@ def test_dropout_stands_between_the_convolutions(
     block: Callable[..., nn.Module], device: torch.device
 ) -> None:
     module = block(4, 6, 2, drop_rate=0.999).to(device)
-    bind_draws(module, draws.key(0, device=device))
+    bind_key(module, counter_rng.key(0, device=device))
     seen = {}
     module.dropout.register_forward_hook(lambda m, inputs, output: seen.update(a=inputs, b=output))
     module.conv2.register_forward_pre_hook(lambda m, inputs: seen.update(c=inputs[0]))
@@ -443,8 +445,8 @@ def test_dropout_follows_both_convolutions_of_a_dense_layer(device: torch.device
 
 def test_imagenet_densenet_drops_by_key(device: torch.device) -> None:
     network = create_network("densenet121", num_classes=3, drop_rate=RATE).to(device)
-    key = draws.key(0, device=device)
-    bind_draws(network, key)
+    key = counter_rng.key(0, device=device)
+    bind_key(network, key)
     images = torch.randn(2, 3, 32, 32).to(device)
     with torch.no_grad():
         first, again = network(images), network(images)
@@ -464,7 +466,7 @@ def test_shake_mixes_forward_and_backward_by_separate_weights(
     images = 500
     layer = ShakeShake()
     if bound:
-        bind_draws(layer, draws.key(3, device=device))
+        bind_key(layer, counter_rng.key(3, device=device))
     shape = (images, 3, 2, 4)
     x1, x2 = (torch.randn(shape, device=device, dtype=torch.float64) for _ in range(2))
     x1.requires_grad_()
@@ -511,18 +513,20 @@ def test_a_rank_draws_its_slice_of_the_global_batch(
     build: Callable[[], Network], device: torch.device
 ) -> None:
     network = build().to(device)
-    for module in network.modules():  # statistics of a slice are not those of the batch
+    for (
+        module
+    ) in network.modules():  # the batch norm statistics of a slice differ from those of the batch
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    key = draws.key(4, device=device)
+    key = counter_rng.key(4, device=device)
     images = torch.randn(7, 3, 8, 8).to(device)
-    bind_draws(network, key)
+    bind_key(network, key)
     with torch.no_grad():
         whole = network(images)
         for start, end in ((0, 3), (3, 4), (4, 7)):
-            bind_draws(network, key, offset=start)
+            bind_key(network, key, offset=start)
             torch.testing.assert_close(network(images[start:end]), whole[start:end])
-        bind_draws(network, key)
+        bind_key(network, key)
         assert not torch.allclose(network(images[3:]), whole[3:])
 
 
@@ -531,13 +535,13 @@ def test_compiles_whole_and_follows_the_key(
     build: Callable[[], Network], device: torch.device
 ) -> None:
     network = build().to(device)
-    key = draws.key(0, device=device)
-    bind_draws(network, key)
+    key = counter_rng.key(0, device=device)
+    bind_key(network, key)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     images = torch.randn(4, 3, 8, 8).to(device)
     outputs = []
     for step in range(2):
-        key.copy_(draws.key(step, device=device))
+        key.copy_(counter_rng.key(step, device=device))
         results = []
         for function in (network, compiled):
             network.zero_grad()
@@ -553,7 +557,7 @@ def test_compiles_whole_and_follows_the_key(
 @pytest.mark.parametrize("build", [_small_dropout, _small_shake])
 def test_half_precision_channels_last(build: Callable[[], Network], device: torch.device) -> None:
     network = build().to(device, memory_format=torch.channels_last)
-    bind_draws(network, draws.key(0, device=device))
+    bind_key(network, counter_rng.key(0, device=device))
     images = torch.randn(4, 3, 16, 16).to(device, memory_format=torch.channels_last)
     layouts = []
     for module in network.modules():
@@ -572,7 +576,7 @@ def test_half_precision_channels_last(build: Callable[[], Network], device: torc
     assert all(value.grad.dtype == torch.float32 for value in network.parameters())
 
 
-# mistakes
+# input errors
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
@@ -584,15 +588,13 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
 
 def test_timm_model_without_a_linear_head_is_refused() -> None:
     name = "timm:deit_tiny_distilled_patch16_224"
-    with pytest.raises(
-        InputError, match=f"{name} must end in one nn.Linear .* its head is a tuple"
-    ):
+    with pytest.raises(InputError, match=f"{name} must end in an nn.Linear .* ends in a tuple"):
         create_network(name, num_classes=10)
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("botnet26t_256", "made for size 256"), ("vit_tiny_patch16_224", "doesn't match model")],
+    [("botnet26t_256", "designed for size 256"), ("vit_tiny_patch16_224", "doesn't match model")],
 )
 def test_timm_model_tells_which_size_it_takes(name: str, reason: str) -> None:
     with torch.device("meta"):

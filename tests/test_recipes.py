@@ -7,15 +7,8 @@ import pytest
 
 from isda.experiments.errors import InputError
 from isda.experiments.published import ABLATION, COST, METHODS, PARAMETERS, PUBLISHED
-from isda.experiments.recipes import (
-    DEFAULT,
-    RECIPES,
-    Recipe,
-    baseline_of,
-    differing_fields,
-    get_recipe,
-    name_of,
-)
+from isda.experiments.recipes import DEFAULT, RECIPES, baseline_of, get_recipe, name_of
+from isda.experiments.settings import Recipe, differing_fields
 
 CIFAR_NETWORKS = 10
 TABLE_3_NETWORKS = 3
@@ -144,10 +137,10 @@ def test_ramps():
         ("momentum", 0.0, "momentum must be > 0 with nesterov"),
         ("gamma", 0.0, "gamma must be > 0 and <= 1"),
         ("decay", 1.5, "decay must be > 0 and <= 1"),
-        ("augment", ("crop", "mixup"), "augment must be drawn from crop"),
-        ("augment", ("crop", "crop"), "each once"),
+        ("augment", ("crop", "mixup"), "augment must be distinct names out of crop"),
+        ("augment", ("crop", "crop"), "distinct names out of"),
         ("schedule", "linear", "schedule must be one of step, cosine, got 'linear'"),
-        ("data", "", "data must be a name"),
+        ("data", "", "data must be non-empty"),
         ("hold_out", -1, "hold_out must be >= 0"),
     ],
 )

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shutil
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,26 +13,20 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from isda.experiments import tables
-from isda.experiments.comparison import create_side, signed
+from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError
-from isda.experiments.layout import NAMES
 from isda.experiments.published import COST
-from isda.experiments.recipes import RECIPES, Recipe, get_recipe
-from isda.experiments.report import (
-    comparison,
-    comparison_table,
-    main,
-    markdown_table,
-    recipes_table,
-    report_markdown,
-    sentence,
-    update_markdown,
-    write_comparison_page,
-    write_report_page,
-)
-from isda.experiments.runs import Run, load_runs
-from isda.experiments.statistics import difference
+from isda.experiments.recipes import RECIPES, get_recipe
+from isda.experiments.records import Run, load_runs
+from isda.experiments.report.comparison import comparison, comparison_table, create_side, sentence
+from isda.experiments.report.intervals import difference, signed
+from isda.experiments.report.overview import report_markdown
+from isda.experiments.report.pages import write_comparison_page, write_report_page
+from isda.experiments.report.tables import markdown_table, recipes_table, update_markdown
+from isda.experiments.settings import Recipe
+from isda.experiments.training.run_folder import RunFolder
+
+main = partial(run_command, "report")
 
 CE, ISDA = "digits-resnet8-ce", "digits-resnet8-isda"
 FIRST = "cifar10-resnet110"
@@ -50,7 +45,7 @@ def make_run(
     """A run whose test error falls from 90 to about ``error``."""
     begun = get_recipe(start or name.partition("+")[0])
     recipe: Recipe = dataclasses.replace(begun, **changes)
-    run = Run.create(out, name, recipe, seed)
+    run = RunFolder.create(out, name, recipe, seed)
     noise = np.random.default_rng(seed)
     for epoch in range(recipe.epochs if epochs is None else epochs):
         late = epoch >= recipe.epochs - 10
@@ -107,7 +102,7 @@ def test_comparison_table_and_sentence(out):
     interval = scipy.stats.ttest_rel(one, other).confidence_interval(0.95)
     assert sentence(result) == (
         f"ISDA lowers the test error by {(one - other).mean():.2f} points "
-        f"(95 % interval {interval.low:.2f} to {interval.high:.2f}, 3 paired seeds)"
+        f"(95 % interval {interval.low:.2f} to {interval.high:.2f}, 3 paired seeds)."
     )
     assert sentence(result) in text
     assert "0.510 ± 0.010" in text  # loss 0.50, 0.51, 0.52
@@ -128,12 +123,12 @@ def test_sentence_when_worse_equal_or_uncertain(tmp_path):
 
     assert re.fullmatch(
         r"ISDA raises the test error by 2\.00 points \(95 % interval 1\.\d\d to 2\.\d\d, "
-        r"3 paired seeds\)",
+        r"3 paired seeds\)\.",
         words("worse"),
     )
-    assert "leaves the test error as it is (95 % interval 0.00 to 0.00" in words("same")
+    assert "does not change the test error (95 % interval 0.00 to 0.00" in words("same")
     assert words("noise").startswith(
-        "the difference is not significant at 3 seeds: ISDA raises the test error by 0.10 points "
+        "The difference is not significant at 3 seeds: ISDA raises the test error by 0.10 points "
         "(95 % interval −"
     )
 
@@ -144,7 +139,7 @@ def test_one_seed_and_unpaired_seeds(tmp_path):
     result = comparison(load_runs(tmp_path), CE, ISDA)
     assert sentence(result) == (
         "ISDA lowers the test error by 1.00 points (1 seed); "
-        "an interval needs at least 2 seeds on each side"
+        "an interval needs at least 2 seeds per side."
     )
     assert "−1.00" in comparison_table(result)
     make_run(tmp_path, CE, 1, 10.2)
@@ -160,7 +155,7 @@ def test_a_seed_without_a_partner_is_left_out_and_named(out):
     make_run(out, CE, 3, 40.0)
     result = comparison(load_runs(out), CE, ISDA)
     assert signed(result.difference) == expected
-    assert sentence(result).endswith("3 paired seeds; without 3, which one side lacks)")
+    assert sentence(result).endswith("3 paired seeds; without 3, missing on one side).")
 
 
 def test_labels_are_those_of_what_was_trained(tmp_path):
@@ -188,7 +183,7 @@ def test_differences_without_spread_are_not_called_significant():
 
 
 def test_differences_of_one_image_in_float32_are_not_called_significant():
-    """As records hold them: every seed has one wrong image less, of 359."""
+    """Errors as in records: every seed has one wrong image fewer, out of 359."""
     wrong = {0: 7, 1: 30, 2: 211}
     baseline, method = (
         {seed: float(100 * np.float32((count - less) / 359)) for seed, count in wrong.items()}
@@ -219,7 +214,7 @@ def test_runs_that_must_not_be_mixed(out, tmp_path):
 
 
 def test_copies_of_a_run_count_once(out, tmp_path):
-    """Such as the demo's, or records that were exported; the time that they took may differ."""
+    """Copies, such as exported records, may differ in their times."""
     shutil.copytree(out, tmp_path / "copy")
     path = tmp_path / "copy" / ISDA / "0" / "metrics.jsonl"
     path.write_text(path.read_text().replace('"seconds": 1.5', '"seconds": 2.5'))
@@ -230,7 +225,7 @@ def test_copies_of_a_run_count_once(out, tmp_path):
 
 
 def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
-    """Other runs are reported on all the same; a page is not updated without them."""
+    """Other runs are still reported; a Markdown file is not updated."""
     kept = report_markdown(load_runs(out)).partition("## In words")[0]
     for name, lambda_0 in ((f"{FIRST}-isda", 0.5), (f"{FIRST}-ce", 0.0)):
         for folder in "ab":
@@ -243,7 +238,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
     assert "belong to no cell" not in text
     write_report_page(tmp_path / "report.html", runs)
     assert places in (tmp_path / "report.html").read_text(encoding="utf-8")
-    for show in (tables.main, lambda words: print(recipes_table(words[2]))):
+    for show in (partial(run_command, "table"), lambda words: print(recipes_table(words[2]))):
         show(["2", "--results", str(out)])
         assert f"Left out: {reason}{places}." in capsys.readouterr().out
     with pytest.raises(InputError, match=reason):
@@ -256,7 +251,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
 def test_page_into_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (".", str(tmp_path)):
-        with pytest.raises(InputError, match=r"is a folder: name a file in it"):
+        with pytest.raises(InputError, match=r"is a folder: give the path of a file"):
             main(["--runs", str(RESULTS), "--page", folder])
 
 
@@ -333,7 +328,7 @@ def test_page_stands_alone(out, tmp_path):
     references = [value for key, value in page.attributes if key in ("href", "src", "xlink:href")]
     assert all(value is not None and value.startswith("#") for value in references)
     assert {value[1:] for value in references if value} <= set(page.ids)
-    assert len(page.ids) == len(set(page.ids))  # the two pictures do not share clip paths
+    assert len(page.ids) == len(set(page.ids))  # the two plots do not share clip paths
     assert "@import" not in text
     assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
     assert "prefers-color-scheme: dark" in text
@@ -341,11 +336,11 @@ def test_page_stands_alone(out, tmp_path):
 
 
 def test_curves_are_means_over_seeds(tmp_path):
-    """Slopes 1, 1, 1 and 0, 0, 3 have the same mean: the two lines must lie on each other."""
+    """Slopes 1, 1, 1 and 0, 0, 3 have the same mean, so the two lines must coincide."""
     epochs = get_recipe(CE).epochs
     for name, slopes in ((CE, (1, 1, 1)), (ISDA, (0, 0, 3))):
         for seed, slope in enumerate(slopes):
-            run = Run.create(tmp_path, name, get_recipe(name), seed)
+            run = RunFolder.create(tmp_path, name, get_recipe(name), seed)
             for epoch in range(epochs):
                 error = 10.0 + slope * epoch
                 run.append({"epoch": epoch, "test_error": error, "train_loss": 1.0, "seconds": 1})
@@ -360,12 +355,12 @@ def test_curves_are_means_over_seeds(tmp_path):
         lines.append(np.array(points, dtype=float))  # (epochs, 2)
     assert len(lines[0]) == epochs
     np.testing.assert_allclose(lines[0], lines[1], atol=1e-5)  # the file has 6 decimals
-    assert (np.diff(lines[0][:, 1]) < 0).all()  # SVG counts downwards: a growing error goes up
+    assert (np.diff(lines[0][:, 1]) < 0).all()  # the y axis of SVG points down
 
 
 def test_page_of_a_diverged_run(tmp_path):
     for name in (CE, ISDA):
-        run = Run.create(tmp_path, name, get_recipe(name), 0)
+        run = RunFolder.create(tmp_path, name, get_recipe(name), 0)
         for epoch in range(get_recipe(name).epochs):
             run.append(
                 {
@@ -385,7 +380,7 @@ def test_page_of_a_diverged_run(tmp_path):
 def test_names_are_escaped(tmp_path):
     for name, recipe in (("<b>-x-ce", get_recipe(CE)), ("<b>-x-isda", get_recipe(ISDA))):
         recipe = dataclasses.replace(recipe, network="<i>", epochs=1)
-        run = Run.create(tmp_path, name, recipe, 0)
+        run = RunFolder.create(tmp_path, name, recipe, 0)
         run.append({"epoch": 0, "test_error": 1.0, "train_loss": 1.0, "seconds": 1.0})
     path = tmp_path / "page.html"
     write_comparison_page(path, comparison(load_runs(tmp_path), "<b>-x-ce", "<b>-x-isda"))
@@ -397,10 +392,10 @@ def test_recipes_table(out, tmp_path):
     assert len(text.splitlines()) == 2 + len(RECIPES)
     row = next(line for line in text.splitlines() if line.startswith("cifar100-resnet32-isda"))
     assert re.split(r"\s{2,}", row) == ["cifar100-resnet32-isda", "30.27 ± 0.34", "–", "0.5", "160"]
-    make_run(tmp_path / "changed", ISDA, 8, 3.0, lambda_0=0.1)  # not this recipe: does not count
+    make_run(tmp_path / "changed", ISDA, 8, 3.0, lambda_0=0.1)  # a different recipe: ignored
     row = next(line for line in recipes_table(tmp_path).splitlines() if line.startswith(ISDA))
     assert expected_numbers(out)[1] + " (3)" in row
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="does not exist"):
         recipes_table(tmp_path / "nowhere")
 
 
@@ -440,7 +435,7 @@ def test_update_markdown(out, tmp_path):
 def test_broken_markers_are_refused(tmp_path, text):
     path = tmp_path / "README.md"
     path.write_text(text)
-    with pytest.raises(InputError, match="closed by"):
+    with pytest.raises(InputError, match="at least one <!-- runs:NAME -->"):
         update_markdown(path, [])
     assert path.read_text() == text
 
@@ -450,7 +445,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
-    """Two cells and their baseline in Tables 2 and 4, one pair outside, one run unfinished."""
+    """Two cells and their baseline in Tables 2 and 4, a pair in no table, an unfinished run."""
     folder = tmp_path_factory.mktemp("records")
     errors = {"ce": (6.8, 6.7, 6.9), "isda": (6.3, 6.3, 6.4), "focal": (6.6, 6.9, 6.7)}
     for method, values in errors.items():
@@ -505,7 +500,7 @@ def test_report_equals_the_raw_records(records):
         "significant difference." in text
     )
     assert f"* {FIRST}-focal: The difference is not significant at 3 seeds: Focal loss " in text
-    assert "Left out because unfinished: 1." in text
+    assert "Unfinished runs that are left out: 1." in text
     assert [ISDA, "ce", "–", "−1.00", "too few seeds"] in [row[:5] for row in rows]
 
 
@@ -521,9 +516,9 @@ def test_report_page(records, tmp_path):
     assert [*row, "27.57 ± 0.46", "·"] in page.rows
     assert [len(row) for row in page.rows if row[:1] == ["WGAN"]] == [9]
     assert sum(row.count("·") for row in page.rows) == 114 - 5
-    assert "Not yet run: ce, isda." in text  # the Wide-ResNet's figure
+    assert "Not run yet: ce, isda." in text  # the Wide-ResNet's figure
     assert "isda table 2 --cell cifar100/wide_resnet28_10" in text
-    assert "Not yet run: large_margin, disturb_label, center, lq, dropout, dropout_isda." in text
+    assert "Not run yet: large_margin, disturb_label, center, lq, dropout, dropout_isda." in text
     assert page.tags.count("svg") == 2 * 3 + 1  # each comparison once, and one figure
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     references = [value for key, value in page.attributes if key in ("href", "src", "xlink:href")]
@@ -534,8 +529,8 @@ def test_report_page(records, tmp_path):
     assert set(re.findall(r"var\((--[a-z]+)\)", text)) == set(re.findall(r"(--[a-z]+):", text))
 
 
-def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
-    """A λ₀ that was searched for, smaller batches, a loss beside ISDA; by recipe, not by name."""
+def test_changed_recipes_are_compared(tmp_path):
+    """A different λ₀, smaller batches and another loss are paired by recipe, not by name."""
     searched = f"{FIRST}-isda+lambda_0=0.25"
     small = {"batch_size": 16, "weight_decay": 1e-5}
     changed = "+batch_size=16+weight_decay=1e-05"
@@ -546,10 +541,13 @@ def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
             (f"{CE}{changed}", small),
             (f"{ISDA}{changed}", small),
             (f"digits-resnet8-focal{changed}", {**small, "start": CE, "method": "focal"}),
-            (f"{ISDA}+lambda_0=2.0", {"lambda_0": 2.0}),  # of no baseline
+            (f"{ISDA}+lambda_0=2.0", {"lambda_0": 2.0}),  # without a baseline
             (f"{CE}+hold_out=99", {"hold_out": 99}),  # on validation images
             (f"{ISDA}+hold_out=99", {"hold_out": 99}),
-            (f"{FIRST}-isda+method=ce+lambda_0=0.0", {"start": f"{FIRST}-ce"}),  # ce once more
+            (
+                f"{FIRST}-isda+method=ce+lambda_0=0.0",
+                {"start": f"{FIRST}-ce"},
+            ),  # ce under another name
         ):
             make_run(tmp_path, name, seed, 6.0 + len(name) / 100, **changes)
     text = report_markdown(load_runs(tmp_path))
@@ -562,7 +560,7 @@ def test_trainings_that_are_not_the_papers_are_compared(tmp_path):
         (f"{ISDA}{changed}", f"ce{changed}"),
     ]
     assert all("→ 6." in row[6] for row in rows)
-    assert "belong to no cell and no comparison: 8." in text
+    assert "in no cell and no comparison: 8." in text
     write_report_page(tmp_path / "report.html", load_runs(tmp_path))
     details = (tmp_path / "report.html").read_text(encoding="utf-8").split("<summary>")[1:]
     for row, text in zip(rows, details, strict=True):
@@ -597,7 +595,7 @@ def test_report_command_on_the_kept_records(tmp_path, capsys):
 
 
 def test_our_cost_below_table_1(tmp_path, capsys):
-    """Beside the paper's, from the files; of a network on one device the last lines count."""
+    """Our costs are next to the paper's; the last measurement on a device counts."""
     kept, again = RESULTS / "benchmarks" / "cost_imagenet_h200.csv", tmp_path / "again.csv"
     with kept.open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -610,14 +608,16 @@ def test_our_cost_below_table_1(tmp_path, capsys):
         writer = csv.DictWriter(file, lines[0])
         writer.writeheader()
         writer.writerows({**line, **change} for change in changes for line in lines[:3])
-    expected = [["ResNet-50", "25.6", "0.25", "0.25", "−3.0", "−3.0", "+7.6", "NVIDIA H200"]]
-    for ce, *added in zip(lines[3::3], lines[4::3], lines[5::3], strict=True):
+    time = f"{float(lines[0]['milliseconds']):.2f}"
+    added = ["-3.04 %", "-3.04 %"]
+    expected = [["resnet50", "25.6", "0.25 %", "0.25 %", time, *added, "7.6 %", "NVIDIA H200"]]
+    for ce, *cases in zip(lines[3::3], lines[4::3], lines[5::3], strict=True):
         paper = COST[ce["network"]]
-        row = [f"{float(ce['parameters']) / 1e6:.1f}", f"{float(ce['theoretical_percent']):.2f}"]
-        row += [f"{paper.theoretical:.2f}", *(f"{float(a['added_percent']):+.1f}" for a in added)]
-        row += [f"+{paper.wall:.1f}", ce["device"]]
-        expected.append([NAMES[ce["network"]], *(cell.replace("-", "−") for cell in row)])
-    expected.append(["ResNet-50", "25.6", "0.25", "–", "no memory", "no memory", "–", "x86_64"])
+        row = [f"{float(ce['parameters']) / 1e6:.1f}", f"{float(ce['theoretical_percent']):.2f} %"]
+        row += [f"{paper.theoretical:.2f} %", f"{float(ce['milliseconds']):.2f}"]
+        row += [f"{float(case['added_percent']):+.2f} %" for case in cases]
+        expected.append([ce["network"], *row, f"{paper.wall:.1f} %", ce["device"]])
+    expected.append(["resnet50", "25.6", "0.25 %", "", *["no memory"] * 3, "", "x86_64"])
     page = tmp_path / "report.html"
     main(["--runs", str(RESULTS), "--page", str(page), "--costs", str(kept), str(again)])
     first = capsys.readouterr().out.partition("## Table 2.")[0]
@@ -627,7 +627,7 @@ def test_our_cost_below_table_1(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", [None, "recipe,error\n", "{theory}\nresnet50,\n"])
-def test_costs_that_are_none_are_refused(tmp_path, text, capsys):
+def test_invalid_costs_are_refused(tmp_path, text, capsys):
     path = tmp_path / "costs.csv"
     if text is not None:
         with (RESULTS / "benchmarks" / "cost_imagenet_h200.csv").open() as file:

@@ -1,9 +1,8 @@
-"""Run folders: what survives a crash, a full disk and a damaged file; and the statistics."""
+"""Run folders after a crash, with a full disk and with damaged files; means and intervals."""
 
 import builtins
 import dataclasses
 import errno
-import itertools
 import json
 import os
 import resource
@@ -14,11 +13,13 @@ import pytest
 import scipy.stats
 import torch
 
-from isda.experiments import runs
-from isda.experiments.errors import InputError
-from isda.experiments.recipes import Recipe
-from isda.experiments.runs import Run, RunError, export, load_runs, summary
-from isda.experiments.statistics import difference, estimate, expected_calibration_error
+from isda.experiments.errors import InputError, RunError
+from isda.experiments.records import export, load_runs, summary
+from isda.experiments.report.intervals import difference, estimate
+from isda.experiments.settings import Recipe
+from isda.experiments.training import environment as environment_module
+from isda.experiments.training import run_folder
+from isda.experiments.training.run_folder import RunFolder
 
 RECIPE = Recipe(
     data="digits", network="resnet8", augment=("crop",), epochs=12, batch_size=4,
@@ -27,12 +28,12 @@ RECIPE = Recipe(
 
 
 class Crash(BaseException):
-    """Power cut: nothing may catch it."""
+    """Simulated power failure, which no code may catch."""
 
 
 @pytest.fixture
 def run(tmp_path):
-    return Run.create(tmp_path, "digits-resnet8-isda", RECIPE, 3)
+    return RunFolder.create(tmp_path, "digits-resnet8-isda", RECIPE, 3)
 
 
 def state(number: int) -> dict:
@@ -55,11 +56,11 @@ def same(one: dict | None, other: dict) -> bool:
 
 def test_commit_of_a_copy_is_the_one_given(monkeypatch):
     monkeypatch.setenv("ISDA_COMMIT", "abc")
-    runs._commit.cache_clear()
-    assert runs.environment()["commit"] == "abc"
+    environment_module._commit.cache_clear()
+    assert environment_module.environment()["commit"] == "abc"
     monkeypatch.delenv("ISDA_COMMIT")
-    runs._commit.cache_clear()
-    assert runs.environment()["commit"] != "abc"
+    environment_module._commit.cache_clear()
+    assert environment_module.environment()["commit"] != "abc"
 
 
 @pytest.mark.parametrize(
@@ -69,8 +70,8 @@ def test_commit_of_a_copy_is_the_one_given(monkeypatch):
 def test_a_record_of_another_kind_is_refused(run, change):
     path = run.folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(InputError, match=r"config.json is not the record of a run: "):
-        Run(run.folder)
+    with pytest.raises(InputError, match=r"config.json is not a run record: "):
+        RunFolder(run.folder)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_metrics_that_cannot_be_read(run):
 
 def test_config_round_trip(run, tmp_path):
     assert run.folder == tmp_path / "digits-resnet8-isda" / "3"
-    again = Run(run.folder)
+    again = RunFolder(run.folder)
     assert (again.name, again.seed, again.recipe) == (run.name, 3, RECIPE)
     config = json.loads((run.folder / "config.json").read_text())
     assert config["environments"][0]["torch"] == str(torch.__version__)
@@ -112,16 +113,16 @@ def test_config_round_trip(run, tmp_path):
 
 
 def test_existing_run_needs_resume(run, tmp_path):
-    with pytest.raises(InputError, match="use --resume or another --out"):
-        Run.create(tmp_path, run.name, RECIPE, 3)
-    assert Run.create(tmp_path, run.name, RECIPE, 3, resume=True).recipe == RECIPE
-    assert Run.create(tmp_path, run.name, RECIPE, 4, resume=True).load() is None  # begins
+    with pytest.raises(InputError, match="use --resume or a different --out"):
+        RunFolder.create(tmp_path, run.name, RECIPE, 3)
+    assert RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=True).recipe == RECIPE
+    assert RunFolder.create(tmp_path, run.name, RECIPE, 4, resume=True).load() is None  # starts
 
 
 def test_resume_with_another_recipe_names_the_fields(run, tmp_path):
     other = dataclasses.replace(RECIPE, lambda_0=0.25, milestones=(3,))
     with pytest.raises(InputError) as caught:
-        Run.create(tmp_path, run.name, other, 3, resume=True)
+        RunFolder.create(tmp_path, run.name, other, 3, resume=True)
     assert "lambda_0 0.5 → 0.25" in str(caught.value)
     assert "milestones (3, 5) → (3,)" in str(caught.value)
     assert "epochs" not in str(caught.value)
@@ -129,19 +130,22 @@ def test_resume_with_another_recipe_names_the_fields(run, tmp_path):
 
 def test_another_environment_is_recorded(run, tmp_path, monkeypatch):
     before = run.environments[0]
-    monkeypatch.setattr(runs, "environment", lambda device: {**before, "torch": "9.9"})
+    monkeypatch.setattr(run_folder, "environment", lambda device: {**before, "torch": "9.9"})
     with pytest.warns(UserWarning, match=r"torch .* → 9\.9"):
-        Run.create(tmp_path, run.name, RECIPE, 3, resume=True)
-    assert [record["torch"] for record in Run(run.folder).environments] == [before["torch"], "9.9"]
+        RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=True)
+    assert [record["torch"] for record in RunFolder(run.folder).environments] == [
+        before["torch"],
+        "9.9",
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Run.create(tmp_path, run.name, RECIPE, 3, resume=True)
+        RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=True)
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b"])
 def test_name_must_be_a_folder_name(tmp_path, name):
     with pytest.raises(InputError, match="folder name"):
-        Run.create(tmp_path, name, RECIPE, 0)
+        RunFolder.create(tmp_path, name, RECIPE, 0)
 
 
 def test_checkpoint_round_trip(run):
@@ -158,7 +162,7 @@ def test_checkpoint_round_trip(run):
 
 @pytest.mark.parametrize("crash_at", range(4))
 def test_a_crash_at_any_point_of_save_leaves_a_good_checkpoint(run, monkeypatch, crash_at):
-    """Crash while the file is written, before its fsync, and before either rename."""
+    """Crash while the file is written, before fsync, and before each rename."""
     run.save(state(0))
     run.save(state(1))
     calls = 0
@@ -188,11 +192,11 @@ def test_a_crash_at_any_point_of_save_leaves_a_good_checkpoint(run, monkeypatch,
             run.save(state(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert same(Run(run.folder).load(), state(1))
-    again = Run(run.folder)
+        assert same(RunFolder(run.folder).load(), state(1))
+    again = RunFolder(run.folder)
     again.load()
-    again.save(state(5))  # goes on
-    assert same(Run(run.folder).load(), state(5))
+    again.save(state(5))  # continues
+    assert same(RunFolder(run.folder).load(), state(5))
 
 
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip"])
@@ -212,7 +216,7 @@ def test_damaged_checkpoint_does_not_replace_the_good_one(run, monkeypatch):
     run.save(state(0))
     run.save(state(1))
     (run.folder / "checkpoint.pt").write_bytes(b"damaged")
-    again = Run(run.folder)
+    again = RunFolder(run.folder)
     with pytest.warns(UserWarning, match="damaged"):
         again.load()
 
@@ -228,13 +232,13 @@ def test_damaged_checkpoint_does_not_replace_the_good_one(run, monkeypatch):
         with pytest.raises(Crash):
             again.save(state(2))
     with pytest.warns(UserWarning, match="damaged"):
-        assert same(Run(run.folder).load(), state(0))
+        assert same(RunFolder(run.folder).load(), state(0))
     again.save(state(2))
     assert same(again.load(), state(2))
 
 
 def test_every_flipped_byte_is_harmless_or_found(run):
-    """No damage may go unseen: the state loads unchanged or the checkpoint before is used."""
+    """All damage is detected: the state is unchanged, or the previous checkpoint is used."""
     run.save(state(0))
     run.save(state(1))
     path = run.folder / "checkpoint.pt"
@@ -315,7 +319,7 @@ def test_full_disk_keeps_the_last_checkpoint(run, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(RunError, match=r"No space left on device; what was saved before"):
+        with pytest.raises(RunError, match=r"No space left on device; earlier files"):
             run.save(state(1))
         run_metrics = run.metrics()
         with pytest.raises(RunError, match=r"cannot write .*metrics\.jsonl"):
@@ -407,8 +411,8 @@ def test_export_and_load_runs(run, tmp_path):
     folder = export(run, tmp_path / "results")
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "metrics.jsonl"]
     for seed in (11, 2):
-        Run.create(tmp_path / "more", "digits-resnet8-ce", RECIPE, seed)
-    (tmp_path / "more" / "config.json").write_text("{}")  # of some other program
+        RunFolder.create(tmp_path / "more", "digits-resnet8-ce", RECIPE, seed)
+    (tmp_path / "more" / "config.json").write_text("{}")  # of another program
     found = load_runs(tmp_path)
     assert [(one.name, one.seed) for one in found] == [
         ("digits-resnet8-ce", 2),
@@ -426,8 +430,8 @@ def test_export_and_load_runs(run, tmp_path):
 )
 def test_damaged_config_is_named(run, content):
     (run.folder / "config.json").write_text(content)
-    with pytest.raises(InputError, match=r"config\.json is not the record of a run"):
-        Run(run.folder)
+    with pytest.raises(InputError, match=r"config\.json is not a run record"):
+        RunFolder(run.folder)
 
 
 def test_estimate_against_numpy():
@@ -442,7 +446,7 @@ def test_estimate_against_numpy():
 
 def test_paired_interval_against_scipy():
     one = {0: 30.9, 1: 30.7, 5: 31.0, 7: 30.2}
-    other = {7: 29.9, 5: 30.1, 0: 30.2, 1: 30.6}  # another order: pairs are by seed
+    other = {7: 29.9, 5: 30.1, 0: 30.2, 1: 30.6}  # a different order: pairs are matched by seed
     test = scipy.stats.ttest_rel([other[seed] for seed in one], list(one.values()))
     interval = test.confidence_interval(0.95)
     result = difference(one, other)
@@ -470,35 +474,3 @@ def test_single_seeds_have_no_interval():
     assert difference({0: 3.0}, {0: 2.0, 1: 1.0}).interval is None
     assert not difference({0: 3.0}, {0: 2.0}).significant
     assert difference({0: 3.0, 1: 3.0}, {4: 2.0, 5: 2.0}).interval == (-1.0, -1.0)
-
-
-@pytest.mark.parametrize("bins", [1, 4, 15])
-def test_calibration_error_against_a_loop(device, bins):
-    generator = torch.Generator().manual_seed(bins)
-    probabilities = (2 * torch.randn(77, 13, generator=generator)).softmax(-1)
-    target = torch.randint(13, (77,), generator=generator)
-    probabilities[0] = 0.0
-    probabilities[0, 2] = 1.0  # upper end of the last bin
-    edges = np.linspace(0, 1, bins + 1)
-    expected = 0.0
-    for low, high in itertools.pairwise(edges):
-        gaps = []
-        for row, label in zip(probabilities.tolist(), target.tolist(), strict=True):
-            if low < max(row) <= high:
-                gaps.append((row.index(max(row)) == label) - max(row))
-        expected += abs(sum(gaps)) / len(target)
-    result = expected_calibration_error(probabilities.to(device), target.to(device), bins)
-    assert result.item() == pytest.approx(expected, abs=1e-6)  # float32 sums
-
-
-def test_calibration_bins_own_their_upper_end(device):
-    """Confidence 0.5, right, is in (0, ½]; 0.6, wrong, is in (½, 1]: (0.5 + 0.6) / 2."""
-    probabilities = torch.tensor([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]], device=device)
-    target = torch.tensor([0, 1], device=device)
-    result = expected_calibration_error(probabilities, target, bins=2)
-    assert result.item() == pytest.approx(0.55)
-
-
-def test_calibration_error_shows_a_nan(device):
-    probabilities = torch.tensor([[0.5, 0.5], [float("nan"), 0.5]], device=device)
-    assert expected_calibration_error(probabilities, torch.zeros(2, device=device)).isnan()

@@ -1,6 +1,6 @@
-"""The search for λ₀: what is trained, what is chosen, what is recorded, and going on after a kill.
+"""The search for λ₀: what is trained, chosen and recorded, and resume after a kill.
 
-Most tests train nothing: a stand-in writes the records of runs with errors made up for them.
+Most tests train nothing: a stand-in writes records with made-up errors.
 """
 
 import contextlib
@@ -12,20 +12,27 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import START_METHOD
 
 from isda.experiments import search as module
-from isda.experiments.data import ImageArrays, load_data
+from isda.experiments.cli import run as run_command
+from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import RECIPES, Recipe
-from isda.experiments.runs import Run, load_runs
-from isda.experiments.search import main, search
-from isda.experiments.step import Lane
-from isda.experiments.train import Options, Plan, train
+from isda.experiments.recipes import RECIPES
+from isda.experiments.records import Run, load_runs
+from isda.experiments.search import search
+from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import Plan, train
+from isda.experiments.training.run_folder import RunFolder
+
+main = partial(run_command, "search")
 
 DIGITS = RECIPES["digits-resnet8-isda"]
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200", "--device", "cpu"]
@@ -38,7 +45,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Trainer:
-    """In place of ``train``: records of finished runs, the error a function of recipe and seed."""
+    """Stand-in for ``train`` that writes records; the error is a function of recipe and seed."""
 
     def __init__(self, error: Callable[[Recipe, int], float]) -> None:
         self.error = error
@@ -50,10 +57,12 @@ class Trainer:
         self.options.append(options)
         runs = []
         for plan in plans:
-            run = Run.create(options.out, plan.name, plan.recipe, plan.seed, resume=options.resume)
+            run = RunFolder.create(
+                options.out, plan.name, plan.recipe, plan.seed, resume=options.resume
+            )
             run.rewind(0)
             for epoch in range(plan.recipe.epochs):
-                # far off before the last 10 epochs, around the error in them
+                # far off before the last 10 epochs, close to the error in them
                 last = epoch - plan.recipe.epochs + 10
                 offset = 50.0 if last < 0 else (-1) ** last
                 run.append(
@@ -100,7 +109,7 @@ def test_the_lowest_mean_error_is_chosen(trainer: Callable[..., Trainer]) -> Non
     assert result.chosen.recipe.lambda_0 == 0.25
     assert [trial.error.mean for trial in result.trials] == pytest.approx([8.5, 6, 8])
     assert result.trials[1].error.std == pytest.approx(2**0.5)
-    assert result.final.errors == pytest.approx([11.5, 9.5])
+    assert result.final.errors == pytest.approx({4: 11.5, 2: 9.5})
     assert result.final.error.mean == pytest.approx(10.5)
 
 
@@ -114,7 +123,11 @@ def test_a_search_may_start_from_cross_entropy(trainer: Callable[..., Trainer]) 
 def test_of_equal_errors_the_smaller_is_chosen(
     candidates: tuple[float, ...], trainer: Callable[..., Trainer]
 ) -> None:
-    errors = {0.25: 1.39860141, 0.5: 1.39860138, 1.0: 2.0}  # 2 of 143; 1 and 3 in turns, float32
+    errors = {
+        0.25: 1.39860141,
+        0.5: 1.39860138,
+        1.0: 2.0,
+    }  # 2 of 143 wrong, or 1 and 3 alternating, in float32
     trainer(lambda recipe, _: errors[recipe.lambda_0])
     result = search(DIGITS, candidates=candidates)
     assert result is not None
@@ -165,7 +178,7 @@ def test_defaults_and_names(
     assert fields(stand_in.calls[0]) == [(c, hold_out, 0) for c in candidates]
     assert fields(stand_in.calls[1]) == [(candidates[0], 0, seed) for seed in (0, 1, 2)]
     for plan in stand_in.calls[0]:
-        own = plan.recipe.lambda_0 == RECIPES[name].lambda_0  # names tell what was changed
+        own = plan.recipe.lambda_0 == RECIPES[name].lambda_0  # names contain the changed fields
         changed = "" if own else f"+lambda_0={plan.recipe.lambda_0}"
         assert plan.name == f"{name}{changed}+hold_out={hold_out}"
     changed = "" if RECIPES[name].lambda_0 == candidates[0] else f"+lambda_0={candidates[0]:.1f}"
@@ -176,7 +189,7 @@ def test_defaults_and_names(
 def test_few_images_of_many_classes(
     trainer: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tenth of the images would leave classes out."""
+    """A tenth of the images would not contain all classes."""
     arrays = load_data("digits")
     assert isinstance(arrays, ImageArrays)
     few = replace(arrays, train_target=arrays.train_target[:60])
@@ -220,7 +233,7 @@ def test_record(trainer: Callable[..., Trainer]) -> None:
     assert not list(Path("here").glob("*.new"))
 
 
-# Mistakes
+# Input errors
 
 
 @pytest.mark.parametrize(
@@ -229,16 +242,16 @@ def test_record(trainer: Callable[..., Trainer]) -> None:
         (["digits-resnet8-ce"], "method must be isda to search for its lambda_0, got 'ce'"),
         (["--method", "focal", "--lambda-0", "0"], "method must be isda"),
         (["digits-resnet9-isda"], "unknown recipe 'digits-resnet9-isda'; did you mean"),
-        (["--lambda-0", "0.3"], "lambda_0 is what is searched for: give its values as --cand"),
+        (["--lambda-0", "0.3"], "isda search chooses lambda_0: give its values with --cand"),
         (["--candidates"], "candidates must be different numbers >= 0, got none"),
         (["--candidates", "-0.5", "1"], "candidates must be different numbers >= 0, got -0.5 1"),
         (["--candidates", "1", "0.5", "1.0"], "candidates must be different numbers >= 0, got 1 "),
         (["--candidates", "nan"], "candidates must be different numbers >= 0, got nan"),
         (["--candidates", "inf"], "candidates must be different numbers >= 0, got inf"),
-        (["--seeds", "1", "1"], "seeds must be different numbers from 0 to 2³² - 1, got 1 1"),
-        (["--seeds"], "seeds must be different numbers from 0 to 2³² - 1, got none"),
-        (["--final-seeds", "-1"], "final_seeds must be different numbers from 0 to"),
-        (["--final-seeds"], "final_seeds must be different numbers from 0 to"),
+        (["--seeds", "1", "1"], "seeds must be different integers from 0 to 2³² - 1, got 1 1"),
+        (["--seeds"], "seeds must be different integers from 0 to 2³² - 1, got none"),
+        (["--final-seeds", "-1"], "final_seeds must be different integers from 0 to"),
+        (["--final-seeds"], "final_seeds must be different integers from 0 to"),
         (["--hold-out", "1438"], "must be between 1 and 1437, got 1438"),
         (["--hold-out", "-1"], "hold_out must be >= 0, got -1"),
         (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
@@ -264,17 +277,17 @@ def test_help_shows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"--epochs", "--out", "--resume", "--device"} <= flags
 
 
-# Going on
+# Resume
 
 
-def test_runs_that_are_there(trainer: Callable[..., Trainer]) -> None:
+def test_existing_runs(trainer: Callable[..., Trainer]) -> None:
     stand_in = trainer(lambda recipe, _: recipe.lambda_0)
     arguments = ["--candidates", "0.5", "1", "--hold-out", "9"]
     main(arguments)
-    with pytest.raises(InputError, match="already holds a run: use --resume or another --out"):
+    with pytest.raises(InputError, match="already holds a run: use --resume or a different --out"):
         main(arguments)
-    # a run in the way of the last training is found before the first one
-    Run.create("new", "digits-resnet8-isda+lambda_0=1.0", replace(DIGITS, lambda_0=1.0), 2)
+    # an existing run of the final training is found at the start
+    RunFolder.create("new", "digits-resnet8-isda+lambda_0=1.0", replace(DIGITS, lambda_0=1.0), 2)
     with pytest.raises(InputError, match=r"lambda_0=1\.0/2 already holds a run: use"):
         main([*arguments, "--out", "new"])
     assert len(stand_in.calls) == 2
@@ -284,15 +297,15 @@ def test_runs_that_are_there(trainer: Callable[..., Trainer]) -> None:
 
 def test_an_unfinished_run_has_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(plans: Sequence[Plan], options: Options) -> list[Run]:
-        return [Run.create(options.out, plan.name, plan.recipe, plan.seed) for plan in plans]
+        return [RunFolder.create(options.out, plan.name, plan.recipe, plan.seed) for plan in plans]
 
     monkeypatch.setattr(module, "train", nothing)
-    with pytest.raises(InputError, match="is not finished: 0 of 20 epochs"):
+    with pytest.raises(InputError, match="no finished run of"):
         search(DIGITS, hold_out=9)
 
 
 def contents() -> dict[str, Any]:
-    """Every metric of every run but its time."""
+    """All metrics of all runs, except times."""
     return {
         str(run.folder): [
             {key: value for key, value in line.items() if "second" not in key}
@@ -302,7 +315,7 @@ def contents() -> dict[str, Any]:
     }
 
 
-def test_a_search_on_digits_goes_on_after_a_kill(
+def test_a_search_on_digits_resumes_after_a_kill(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class SpiedLane(Lane):
@@ -316,7 +329,7 @@ def test_a_search_on_digits_goes_on_after_a_kill(
         return train(plans, options)
 
     seen: list[tuple[Recipe, ImageArrays]] = []
-    monkeypatch.setattr("isda.experiments.train.Lane", SpiedLane)
+    monkeypatch.setattr("isda.experiments.training.loop.Lane", SpiedLane)
     with monkeypatch.context() as patch:
         patch.setattr(module, "train", killed)
         with pytest.raises(KeyboardInterrupt):
@@ -345,7 +358,7 @@ def test_a_search_on_digits_goes_on_after_a_kill(
     error = sum(line["test_error"] for line in after[new]) / 2
     assert f"λ₀ = {chosen:g}, trained on all images: test error {error:.2f} % (1 seed)." in printed
 
-    # candidates saw neither the test images nor, in training, those they were evaluated on
+    # candidates used neither the test images nor, in training, the held-out images
     whole = load_data("digits")
     assert isinstance(whole, ImageArrays)
     for recipe, data in seen:
@@ -386,8 +399,8 @@ def search_as_rank(rank: int, port: int) -> None:
             file.writelines(f"{plan}\n" for plan in plans)
         return train(plans, options)
 
-    module.train = noted  # this process does nothing else
-    # the first epoch is plain cross entropy: of equal candidates the smaller, not the first
+    module.train = noted  # this process is used for nothing else
+    # the first epoch is cross entropy, so all candidates tie: the smallest wins
     result = search(
         replace(DIGITS, epochs=1, batch_size=128),
         candidates=(1.0, 0.5),
@@ -403,13 +416,13 @@ def test_two_processes_choose_the_same() -> None:
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    context = multiprocessing.get_context(START_METHOD)
     ranks = [context.Process(target=search_as_rank, args=(rank, port)) for rank in range(2)]
     for process in ranks:
         process.start()
     multiprocessing.connection.wait([process.sentinel for process in ranks], timeout=60)
     for process in ranks:
-        process.join(10)  # one that fails leaves the other waiting
+        process.join(10)  # if one fails, the other waits for it
         process.kill()
         process.join()
     assert [process.exitcode for process in ranks] == [0, 0]

@@ -3,6 +3,7 @@
 import json
 import shlex
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,26 +12,24 @@ from test_data import cifar_arrays
 from test_report import make_run, raw_errors
 
 import isda
-from isda.experiments import baselines, cli, report, step, tables
-from isda.experiments.comparison import create_sides
+from isda.experiments import cli
 from isda.experiments.errors import InputError
-from isda.experiments.layout import Cell
+from isda.experiments.losses import baselines
 from isda.experiments.networks import create_network
 from isda.experiments.published import PUBLISHED, Result
-from isda.experiments.recipes import RECIPES, differing_fields
-from isda.experiments.report import report_markdown
-from isda.experiments.runs import Run, load_runs, summary
-from isda.experiments.tables import (
-    TABLES,
-    cell_recipes,
-    ours,
-    section,
-    table_markdown,
-)
+from isda.experiments.recipes import RECIPES
+from isda.experiments.records import Run, default_folder, load_runs, summary
+from isda.experiments.report.comparison import create_sides
+from isda.experiments.report.overview import report_markdown
+from isda.experiments.report.paper_tables import TABLES, Cell, cell_recipes
+from isda.experiments.report.tables import our_result, section, table_markdown
+from isda.experiments.settings import differing_fields
+from isda.experiments.training import lane as lane_module
 
 GANS = ("wgan", "cgan", "acgan", "infogan")
 TRAINED = [(number, cell) for number, table in TABLES.items() for cell in table.cells
            if cell.recipe]  # fmt: skip
+show_table, show_report = partial(cli.run, "table"), partial(cli.run, "report")
 CE, ISDA = "cifar100-resnet32-ce", "cifar100-resnet32-isda"
 
 
@@ -85,7 +84,7 @@ def test_every_cell_has_a_recipe_with_its_number(number, cell):
 
 
 def test_rows_and_columns_are_what_their_titles_say():
-    """Titles of rows and columns against the fields of the recipes in them."""
+    """Titles of rows and columns match the fields of the recipes in them."""
     for number, table in TABLES.items():
         for row in table.rows:
             for title, entry in zip(table.columns, row, strict=True):
@@ -121,7 +120,7 @@ def test_gan_cells_say_so():
     lines = [line for line in text.splitlines() if "GAN" in line]
     assert [line.count(" GAN |") for line in lines] == [2, 4, 4, 4]
     for cell in gans:
-        with pytest.raises(InputError, match="no recipe trains it"):
+        with pytest.raises(InputError, match="is a GAN, which has no recipe"):
             cell_recipes(4, cell.address)
 
 
@@ -153,24 +152,21 @@ def test_what_cells_need():
 
 @pytest.fixture
 def planned(monkeypatch, tmp_path):
-    """What would be trained: plans and options; the records are made up."""
+    """Plans and options passed to ``train``, which is replaced by made-up records."""
     calls = []
 
     def train(plans, options):
         calls.append((plans, options))
         return [make_run(tmp_path / "trained", p.name.partition("+")[0], p.seed, 30.0 + p.seed / 10
                          - (p.recipe.method == "isda"), epochs=None)
-                for p in plans if "+" not in p.name]  # fmt: skip
+                for p in plans if p.name in (CE, ISDA)]  # fmt: skip
 
-    monkeypatch.setattr(tables, "train", train)
-    monkeypatch.setattr(
-        "isda.experiments.train.train", lambda plans, options: calls.append((plans, options)) or []
-    )
+    monkeypatch.setattr("isda.experiments.training.loop.train", train)
     return calls
 
 
 def test_cell_is_trained_with_its_baseline(planned, capsys, tmp_path):
-    tables.main(["2", "--cell", "cifar100/resnet32", "--out", str(tmp_path), "--resume"])
+    show_table(["2", "--cell", "cifar100/resnet32", "--out", str(tmp_path), "--resume"])
     ((plans, options),) = planned
     assert [(p.name, p.seed) for p in plans] == [(n, s) for n in (CE, ISDA) for s in (0, 1, 2)]
     assert all(plan.recipe == RECIPES[plan.name] for plan in plans)
@@ -185,7 +181,7 @@ def test_cell_is_trained_with_its_baseline(planned, capsys, tmp_path):
 
 def test_changed_cell(planned):
     arguments = ["4", "--cell", "cifar10/resnet110/focal", "--seeds", "5", "--epochs", "2"]
-    tables.main([*arguments, "--batch-size", "8"])
+    show_table([*arguments, "--batch-size", "8"])
     ((plans, _),) = planned
     assert [(p.name, p.seed, p.recipe.epochs, p.recipe.batch_size) for p in plans] == [
         (f"cifar10-resnet110-{method}+epochs=2+batch_size=8", 5, 2, 8) for method in ("ce", "focal")
@@ -195,13 +191,13 @@ def test_changed_cell(planned):
 def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
     arguments = ["3", "--cell", "cifar10/wide_resnet28_10/cutout_isda", "--seeds", "3", "4",
                  "--epochs", "7", "--out", "some where", "--download", "--no-capture"]  # fmt: skip
-    tables.main([*arguments, "--dry-run"])
+    show_table([*arguments, "--dry-run"])
     assert planned == []
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [command[:2] for command in commands] == [["isda", "train"]] * 2
     for command in commands:
         assert cli.main(command[1:]) == 0
-    tables.main(arguments)
+    show_table(arguments)
     *alone, together = planned
     assert [plan for plans, _ in alone for plan in plans] == together[0]
     assert {options for _, options in planned} == {together[1]}
@@ -212,16 +208,19 @@ def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
     [
         (["7"], "table must be one of"),
         (["2", "--cell", "cifar100/resnet32", "--seeds", "1", "1"], "seeds must be different"),
-        (["2", "--cell", "cifar100/resnet32", "--results", "x"], "results must not be given"),
-        (["2", "--epochs", "3"], "cell must be given"),
-        (["2", "--dry-run"], "cell must be given"),
-        (["2", "--results", "nowhere"], "no folder"),
-        (["4", "--cell", "cifar10/resnet110/wgan"], "is a GAN's"),
+        (
+            ["2", "--cell", "cifar100/resnet32", "--results", "x"],
+            "--results does not go with --cell",
+        ),
+        (["2", "--epochs", "3"], "training needs a cell"),
+        (["2", "--dry-run"], "training needs a cell"),
+        (["2", "--results", "nowhere"], "does not exist"),
+        (["4", "--cell", "cifar10/resnet110/wgan"], "is a GAN, which has no recipe"),
     ],
 )
-def test_mistakes(planned, arguments, message):
+def test_input_errors(planned, arguments, message):
     with pytest.raises(InputError, match=message):
-        tables.main(arguments)
+        show_table(arguments)
     assert planned == []
 
 
@@ -231,7 +230,7 @@ def test_table_of_records(tmp_path, capsys):
         make_run(tmp_path, ISDA, seed, other)
     make_run(tmp_path, ISDA, 7, 1.0, epochs=12)  # unfinished
     make_run(tmp_path / "changed", ISDA, 8, 1.0, lambda_0=0.25)  # not the paper's recipe
-    tables.main(["2", "--results", str(tmp_path)])
+    show_table(["2", "--results", str(tmp_path)])
     text = capsys.readouterr().out
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -245,8 +244,8 @@ def test_table_of_records(tmp_path, capsys):
     assert len({len(line) for line in text.splitlines() if line.startswith("| ResNet")}) == 1
 
 
-def test_folder_that_is_read_if_none_is_given(tmp_path, monkeypatch, capsys):
-    """The table and the report show the same records: those in runs, or else in results."""
+def test_default_folder(tmp_path, monkeypatch, capsys):
+    """The table and the report show the same records: those in runs, else in results."""
     monkeypatch.chdir(tmp_path)
 
     def shown(show, *arguments) -> str:
@@ -256,19 +255,19 @@ def test_folder_that_is_read_if_none_is_given(tmp_path, monkeypatch, capsys):
         return row.split("|")[6].strip()
 
     (tmp_path / "runs").mkdir()  # and empty
-    assert tables.usual_folder() is None
-    tables.main(["2"])  # the paper's numbers need no records
+    assert default_folder() is None
+    show_table(["2"])  # the paper's numbers need no records
     assert capsys.readouterr().out.count("· |") == 32
-    with pytest.raises(InputError, match=r"no folder runs or results here .* --runs"):
-        report.main([])
+    with pytest.raises(InputError, match=r"no records in runs or results.* --runs"):
+        show_report([])
     for folder, error in (("results", 31.0), ("runs", 30.0)):
         make_run(tmp_path / folder, CE, 0, error)
         (number,) = raw_errors(tmp_path / folder, CE).values()
-        assert shown(tables.main, "2") == shown(report.main) == f"{number:.2f} (1)"
+        assert shown(show_table, "2") == shown(show_report) == f"{number:.2f} (1)"
 
 
 def test_difference_is_that_of_the_table(tmp_path):
-    """Table 5 prints another baseline than Table 2 for the same network."""
+    """Table 5 has a different baseline than Table 2 for the same network."""
     names = [f"cifar100-wide_resnet28_10-{method}" for method in ("ce", "isda")]
     for name in names:
         make_run(tmp_path, name, 0, 18.0)
@@ -279,8 +278,8 @@ def test_difference_is_that_of_the_table(tmp_path):
         assert "too few seeds" in line
 
 
-def test_top_5_error_beside_top_1(tmp_path):
-    """Table 1 has both; records without the top-5 error show the top-1 error alone."""
+def test_top_5_error_next_to_top_1(tmp_path):
+    """Table 1 has both errors; records without the top-5 error show only the top-1 error."""
     name = "imagenet-resnet50-isda"
     for seed, top5 in enumerate((6.0, 7.0)):
         make_run(tmp_path, name, seed, 21.0 + seed)
@@ -290,13 +289,13 @@ def test_top_5_error_beside_top_1(tmp_path):
             "".join(json.dumps({**line, "test_top5_error": top5}) + "\n" for line in lines)
         )
     cell = next(cell for cell in TABLES[1].cells if cell.recipe == name)
-    top1 = ours(cell, create_sides(load_runs(tmp_path))[0]).partition(" / ")
+    top1 = our_result(cell, create_sides(load_runs(tmp_path))[0]).partition(" / ")
     assert top1[2] == "6.50 ± 0.71 (2)"
 
 
 @pytest.fixture(scope="module")
 def tiny_data(tmp_path_factory):
-    """CIFAR of 12 images and ImageNet of four, in the form of the real files."""
+    """CIFAR with 12 images and ImageNet with four, in the format of the real files."""
     root = tmp_path_factory.mktemp("data")
     for num_classes in (10, 100):
         np.savez(root / f"cifar{num_classes}.npz", **cifar_arrays(num_classes))
@@ -309,7 +308,7 @@ def tiny_data(tmp_path_factory):
 
 
 def assert_criterion(criterion, name):
-    """The loss and its covariance are those that the name of a recipe promises."""
+    """Loss and covariance match the name of the recipe."""
     data, _, method = name.split("-")
     if not method.endswith("isda"):
         losses = {"large_margin": baselines.LargeMarginLoss, "focal": baselines.FocalLoss,
@@ -327,7 +326,7 @@ def assert_criterion(criterion, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", TABLES)
 def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
-    """The command itself on every cell, from its address to its number; only networks are small."""
+    """The command runs on every cell and prints its number; only the networks are small."""
     built = []
 
     def small_network(name, **options):
@@ -340,14 +339,14 @@ def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
         criteria[recipe] = baselines.create_criterion(recipe, **options)
         return criteria[recipe]
 
-    monkeypatch.setattr(step, "create_network", small_network)
-    monkeypatch.setattr(step, "create_criterion", known_criterion)
+    monkeypatch.setattr(lane_module, "create_network", small_network)
+    monkeypatch.setattr(lane_module, "create_criterion", known_criterion)
     table = TABLES[number]
     paper = {cell.recipe: str(cell.paper) for cell in table.cells if cell.recipe}
     visited = set()
     for address in dict.fromkeys(cell.address.rpartition("/")[0] for cell in table.cells):
         built.clear()
-        tables.main([str(number), "--cell", address, "--seeds", "0", "--epochs", "2",
+        show_table([str(number), "--cell", address, "--seeds", "0", "--epochs", "2",
                      "--batch-size", "6", "--workers", "0", "--device", "cpu",
                      "--data-root", str(tiny_data), "--out", str(tmp_path)])  # fmt: skip
         lines = capsys.readouterr().out.splitlines()

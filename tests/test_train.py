@@ -1,4 +1,4 @@
-"""The loop: killed at any moment it ends with the same numbers, and what goes wrong is said."""
+"""The training loop: exact resume after a kill, and error messages."""
 
 import errno
 import itertools
@@ -21,18 +21,19 @@ from typing import Any
 import conftest  # noqa: F401 - its settings also hold in the processes that are started here
 import pytest
 import torch
+from forks import START_METHOD
 from torch import Tensor
 from torch.nn import functional as F
 
-from isda.experiments import runs as runs_module
-from isda.experiments import train as train_module
-from isda.experiments.data import ImageArrays, load_data, normalize
-from isda.experiments.errors import InputError
+from isda.experiments.data.arrays import ImageArrays, load_data, normalize
+from isda.experiments.errors import InputError, RunError
 from isda.experiments.networks import create_network
-from isda.experiments.recipes import Recipe
-from isda.experiments.runs import Run, RunError, export, summary
-from isda.experiments.step import Lane
-from isda.experiments.train import Options, Plan, train
+from isda.experiments.records import Run, export, summary
+from isda.experiments.settings import Options, Recipe
+from isda.experiments.training import loop, run_folder
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import Plan, train
+from isda.experiments.training.run_folder import RunFolder
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
 
@@ -48,7 +49,7 @@ TIMES = ("seconds", "images_per_second")
 
 @pytest.fixture(scope="module")
 def exact(device: torch.device) -> Options:
-    """The same bits every time, and one run after the other on a GPU, as on a CPU."""
+    """Deterministic kernels, and one run at a time on a GPU, as on a CPU."""
     return Options(device=device.type, deterministic=True, side_by_side=1)
 
 
@@ -93,11 +94,11 @@ def assert_same_runs(
 
 
 class Crash(BaseException):
-    """Nothing may catch it."""
+    """Kill this process in a way that no code can catch."""
 
 
 def train_until(plans: list[Plan], options: Options, epochs: int) -> None:
-    """Train and break off at the beginning of an epoch."""
+    """Train and stop at the beginning of an epoch."""
     begin = Lane.begin_epoch
 
     def begin_epoch(lane: Lane) -> None:
@@ -111,7 +112,7 @@ def train_until(plans: list[Plan], options: Options, epochs: int) -> None:
             train(plans, options)
 
 
-# Killed at any moment
+# Killed at any time
 
 
 def die(*_: object) -> None:
@@ -119,7 +120,7 @@ def die(*_: object) -> None:
 
 
 def die_in_step(number: int) -> None:
-    """In the middle of an epoch, when the next step is due."""
+    """In the middle of an epoch, before the next step."""
     calls, batch_sizes = itertools.count(), Lane.batch_sizes
 
     def counted(lane: Lane) -> Iterator[int]:
@@ -132,21 +133,21 @@ def die_in_step(number: int) -> None:
 
 
 def die_before_saving(number: int) -> None:
-    """The line of an epoch is written, its checkpoint is not."""
-    calls, save = itertools.count(), Run.save
+    """The metrics of an epoch are written, but not its checkpoint."""
+    calls, save = itertools.count(), RunFolder.save
 
-    def counted(run: Run, state: dict[str, Any]) -> None:
+    def counted(run: RunFolder, state: dict[str, Any]) -> None:
         if next(calls) == number:
             die()
         save(run, state)
 
-    Run.save = counted
+    RunFolder.save = counted
 
 
 def die_in_a_line(number: int) -> None:
-    calls, append = itertools.count(), Run.append
+    calls, append = itertools.count(), RunFolder.append
 
-    def counted(run: Run, metrics: dict[str, Any]) -> None:
+    def counted(run: RunFolder, metrics: dict[str, Any]) -> None:
         if next(calls) == number:
             with open(run.folder / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics)[:40])
@@ -154,11 +155,11 @@ def die_in_a_line(number: int) -> None:
                 die()
         append(run, metrics)
 
-    Run.append = counted
+    RunFolder.append = counted
 
 
 def die_in_a_checkpoint(number: int) -> None:
-    """Half of the file is written."""
+    """After half of the file is written."""
     calls, save = itertools.count(), torch.save
 
     def counted(state: dict[str, Any], file: Any) -> None:
@@ -172,7 +173,7 @@ def die_in_a_checkpoint(number: int) -> None:
 
 
 def die_between_renames(number: int) -> None:
-    """The old checkpoint is out of the way, the new one is not yet in its place."""
+    """After the old checkpoint is moved, before the new one is in place."""
     calls, replace = itertools.count(), os.replace
 
     def counted(source: Path, to: Path) -> None:
@@ -193,9 +194,7 @@ def train_and_die(prepare: Callable[[int], None], number: int, options: Options)
 
 
 def start(target: Callable[..., None], *arguments: object) -> Any:
-    # a process that has used a GPU cannot be forked; a fork needs no second to import torch
-    method = "spawn" if torch.cuda.is_available() else "fork"
-    process = multiprocessing.get_context(method).Process(target=target, args=arguments)
+    process = multiprocessing.get_context(START_METHOD).Process(target=target, args=arguments)
     process.start()
     return process
 
@@ -224,7 +223,7 @@ def test_killed_and_resumed(
 
 
 def test_killed_again_and_again_from_outside(options: Options, uninterrupted: list[Run]) -> None:
-    """Whenever it happens to be: as soon as a line more is there, and a little later each time."""
+    """After every new line of metrics, a little later each time."""
     resuming = replace(options, resume=True)
 
     def lines() -> int:
@@ -246,8 +245,8 @@ def test_killed_again_and_again_from_outside(options: Options, uninterrupted: li
 def test_runs_that_lag_behind_catch_up(
     options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a kill between the checkpoints of runs that train side by side."""
-    monkeypatch.setattr(train_module, "_side_by_side", lambda *_: 3)
+    """As after a kill between the checkpoints of runs side by side."""
+    monkeypatch.setattr(loop, "_side_by_side", lambda *_: 3)
     train_until(PLANS[:1], options, 3)
     train_until(PLANS[1:], options, 1)
     resumed = train(PLANS, replace(options, resume=True))
@@ -287,7 +286,7 @@ def test_a_checkpoint_of_another_kind_is_damaged_too(
 
 
 def hold(folder: Path, ready: Any) -> None:
-    with Run(folder).held():
+    with RunFolder(folder).lock():
         ready.set()
         time.sleep(60)
 
@@ -323,12 +322,12 @@ def test_resume_of_a_finished_run_changes_nothing(
 def test_resume_without_a_checkpoint(
     options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record that was exported is done; a run that had none as yet begins anew, and says so."""
+    """An exported record is finished; an unfinished run starts again with a warning."""
     for run in uninterrupted:
         export(run, options.out)
     files = sorted(path for path in options.out.rglob("*") if path.is_file())
     before = [path.read_bytes() for path in files]
-    monkeypatch.setattr(runs_module, "environment", lambda device: {"commit": "another"})
+    monkeypatch.setattr(run_folder, "environment", lambda device: {"commit": "another"})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runs = train(PLANS, replace(options, resume=True))
@@ -336,13 +335,13 @@ def test_resume_without_a_checkpoint(
     monkeypatch.undo()
     cut = runs[1].folder / "metrics.jsonl"
     cut.write_text("".join(cut.read_text().splitlines(keepends=True)[:2]))
-    with pytest.warns(UserWarning, match="one/1 has no checkpoint: it begins anew"):
+    with pytest.warns(UserWarning, match="one/1 has no checkpoint: the run starts again"):
         runs = train(PLANS, replace(options, resume=True))
     assert_same_runs(runs[1:], uninterrupted[1:])
 
 
 def test_the_epochs_of_a_run(uninterrupted: list[Run]) -> None:
-    """The metrics say what was in force."""
+    """The metrics contain learning rate and strength of the epoch."""
     for run in uninterrupted:
         lines = run.metrics()
         assert [line["epoch"] for line in lines] == [0, 1, 2, 3]
@@ -366,7 +365,7 @@ def test_runs_come_back_in_the_order_of_the_plans(options: Options) -> None:
     ]
     runs = train(plans, options)
     assert [(run.name, run.seed) for run in runs] == [("a", 1), ("b", 0), ("a", 0)]
-    # beside others or alone, a run is the same
+    # a run is the same alone and side by side
     (alone,) = train(plans[2:], replace(options, out=options.out / "alone"))
     assert_same_runs([runs[2]], [alone], without=(*TIMES, "side_by_side"))
 
@@ -392,7 +391,7 @@ def test_hold_out_trains_on_the_rest_and_evaluates_what_is_held_out(options: Opt
     assert all(image.numpy().tobytes() in everything for image in held.test_images)
     line = run.metrics()[-1]
     error, loss = error_and_loss(held.test_images, held.test_target)
-    # the same sums in batches of another size
+    # the same sums with another batch size
     assert line["test_loss"] == pytest.approx(loss, rel=1e-3)
     assert line["test_error"] == pytest.approx(error, abs=100 / 1100 * 1.01)
     assert line["test_loss"] != pytest.approx(
@@ -402,20 +401,20 @@ def test_hold_out_trains_on_the_rest_and_evaluates_what_is_held_out(options: Opt
     assert torch.equal(state["criterion"]["estimator.count"], 2 * count)
 
 
-# What goes wrong
+# Errors
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(options: Options) -> None:
-    """The strength of the first epoch is 0; later it is absurd."""
+    """The strength is 0 in the first epoch and far too large later."""
     recipe = replace(RECIPE, lambda_0=1e38, ramp="epoch")
     with pytest.raises(RunError) as caught:
         train([Plan("wild", recipe, 0)], options)
     message = str(caught.value)
     assert message.startswith(f"{options.out / 'wild' / '0'}, epoch 2: ")
     assert "lambda_0 1e+38" in message
-    assert message.endswith("the last checkpoint is as it was")
+    assert message.endswith("the last checkpoint is intact")
     assert "\n" not in message
-    run = Run(options.out / "wild" / "0")
+    run = RunFolder(options.out / "wild" / "0")
     assert [line["epoch"] for line in run.metrics()] == [0]
     state = run.load()
     assert state is not None
@@ -429,17 +428,19 @@ def test_a_learning_rate_that_is_too_large_is_named(method: str, options: Option
     recipe = recipe if method == "isda" else recipe.baseline()
     with pytest.raises(RunError, match=r"epoch 1: .*learning rate 1e\+12"):
         train([Plan("wild", recipe, 0)], options)
-    run = Run(options.out / "wild" / "0")
+    run = RunFolder(options.out / "wild" / "0")
     assert run.load() is None
     assert run.metrics() == []
 
 
 def test_a_network_that_the_last_step_of_an_epoch_spoils(options: Options) -> None:
-    """The training loss does not know yet: every image was seen before the step."""
+    """The training loss is still finite, because it is computed before the step."""
     recipe = replace(RECIPE, batch_size=2000, learning_rate=1e30, epochs=1, ema=0.0).baseline()
-    with pytest.raises(RunError, match=r"epoch 1: the test loss is (nan|inf).*nothing was saved"):
+    with pytest.raises(
+        RunError, match=r"epoch 1: the test loss is (nan|inf).*there is no checkpoint"
+    ):
         train([Plan("spoilt", recipe, 0)], options)
-    run = Run(options.out / "spoilt" / "0")
+    run = RunFolder(options.out / "spoilt" / "0")
     assert run.metrics() == []
     assert run.load() is None
 
@@ -448,7 +449,7 @@ def test_a_network_that_the_last_step_of_an_epoch_spoils(options: Options) -> No
 def test_a_full_disk(
     writes: int, options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Configuration, then line and checkpoint of each epoch: the next one does not fit."""
+    """The disk is full after the configuration, or after the metrics or checkpoint of an epoch."""
     calls = itertools.count()
 
     def fsync(handle: int) -> None:
@@ -456,41 +457,43 @@ def test_a_full_disk(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs_module.os, "fsync", fsync)
-        with pytest.raises(RunError, match="No space left on device; what was saved before is"):
+        patch.setattr(run_folder.os, "fsync", fsync)
+        with pytest.raises(RunError, match="No space left on device; earlier files are intact"):
             train(PLANS[:1], options)
     resumed = train(PLANS[:1], replace(options, resume=True))
     assert_same_runs(resumed, uninterrupted[:1])
 
 
-def test_a_run_that_is_there_is_not_overwritten(options: Options, uninterrupted: list[Run]) -> None:
+def test_an_existing_run_is_not_overwritten(options: Options, uninterrupted: list[Run]) -> None:
     shutil.copytree(uninterrupted[0].folder.parent, options.out / "one")
     with pytest.raises(InputError, match="already holds a run: use --resume"):
         train(PLANS, options)
     other = Plan("one", replace(RECIPE, lambda_0=0.25), 0)
-    with pytest.raises(InputError, match=r"begun with another recipe \(lambda_0 1.0 → 0.25\)"):
+    with pytest.raises(
+        InputError, match=r"started with a different recipe \(lambda_0 1.0 → 0.25\)"
+    ):
         train([other], replace(options, resume=True))
-    assert_same_runs([Run(options.out / "one" / "0")], uninterrupted[:1], without=())
+    assert_same_runs([RunFolder(options.out / "one" / "0")], uninterrupted[:1], without=())
 
 
 @pytest.mark.parametrize(
     ("recipe", "changes", "message"),
     [
         ({"data": "digitz"}, {}, "unknown data set 'digitz'; did you mean digits"),
-        ({"data": "cifar10"}, {"data_root": Path("nowhere")}, "cifar10 is neither nowhere"),
+        ({"data": "cifar10"}, {"data_root": Path("nowhere")}, "cifar10 not found: neither nowhere"),
         ({"network": "resnet33"}, {}, "unknown network 'resnet33'; did you mean resnet32"),
         ({"hold_out": 1438}, {}, "must be between 1 and 1437, got 1438"),
         ({"network": "resnet50", "drop_rate": 0.0}, {}, "in_channels of resnet50 must be 3"),
         ({}, {"side_by_side": -1}, "side_by_side must be >= 0, got -1"),
         ({}, {"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({}, {"device": "meta"}, "device must be auto, cpu, cuda or cuda:N, got 'meta'"),
-        ({}, {"device": "cuda:99"}, "no GPU 99 here: "),
+        ({}, {"device": "cuda:99"}, "GPU 99 not found"),
     ],
 )
-def test_a_mistake_leaves_nothing_behind(
+def test_an_input_error_leaves_no_folders(
     recipe: dict[str, Any], changes: dict[str, Any], message: str, options: Options
 ) -> None:
-    """So that the corrected command needs no --resume."""
+    """The corrected command then needs no --resume."""
     with pytest.raises(InputError, match=message):
         train([Plan("one", replace(RECIPE, **recipe), 0)], replace(options, **changes))
     assert not options.out.exists()

@@ -1,7 +1,7 @@
-"""Two processes that train a run together end where one process does.
+"""Two processes that train a run together give the result of one process.
 
-Each has half of every batch, of 240 and 241 images; the last batch of the 1438 digits is smaller.
-The processes run on CPUs, through gloo.
+Each has half of every batch, 240 or 241 images; the last batch of the 1438 digits is smaller. The
+processes run on CPUs with gloo.
 """
 
 import contextlib
@@ -11,17 +11,22 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import START_METHOD
 
-from isda.experiments.recipes import RECIPES, Recipe
-from isda.experiments.runs import Run, load_runs
-from isda.experiments.step import Lane
-from isda.experiments.train import Options, Plan, train
+from isda.experiments.cli import main
+from isda.experiments.recipes import RECIPES
+from isda.experiments.records import load_runs
+from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import Plan, train
+from isda.experiments.training.run_folder import RunFolder
 
 pytestmark = pytest.mark.ddp
 
@@ -30,9 +35,9 @@ RECIPE = Recipe(
     data="digits", network="resnet8", epochs=3, batch_size=481, learning_rate=0.02,
     weight_decay=5e-4, lambda_0=2.0,
 )  # fmt: skip
-# Two processes sum gradients and the moments of batch norm in another order: a last bit of float32,
-# 1e-7 of a value, in each step, which nine steps make 1e-6 of the loss. Without the other's images
-# in batch norm, gradient or statistics it is 1e-3 and more.
+# Two processes sum gradients and batch norm moments in a different order. The rounding error of
+# float32, 1e-7 per step, becomes 1e-6 of the loss after nine steps. Without the images of the other
+# process in batch norm, gradient or statistics, the difference is at least 1e-3.
 CLOSE = 2e-5
 
 
@@ -41,16 +46,7 @@ def options(tmp_path: Path) -> Options:
     return Options(out=tmp_path / "runs", device="cpu", checkpoint_seconds=0)
 
 
-def train_as_rank(
-    rank: int, port: int, plans: list[Plan], options: Options, until: int | None
-) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+def train_as_rank(rank: int, plans: list[Plan], options: Options, until: int | None) -> None:
     begin = Lane.begin_epoch
 
     def begin_epoch(lane: Lane) -> None:
@@ -58,42 +54,62 @@ def train_as_rank(
             sys.exit(0)
         begin(lane)
 
-    Lane.begin_epoch = begin_epoch  # this process trains nothing else
+    Lane.begin_epoch = begin_epoch  # this process is used for nothing else
     runs = train(plans, options)
     assert len(runs) == (len(plans) if rank == 0 else 0)  # rank 0 writes
 
 
-def train_on_two(plans: list[Plan], options: Options, *, until: int | None = None) -> list[Run]:
-    """What torchrun does, without a second to import torch for each process.
+def command_as_rank(rank: int, words: list[str], folder: Path) -> None:
+    with open(folder / f"stderr{rank}", "w") as file, contextlib.redirect_stderr(file):
+        code = main(words)
+    sys.exit(code)
 
-    Both stop at the beginning of epoch ``until``.
-    """
+
+def as_rank(rank: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    work(rank, *arguments)
+
+
+def on_two(work: Callable[..., None], *arguments: Any) -> list[int | None]:
+    """Exit codes of two processes, started like those of torchrun, but without the imports."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    context = multiprocessing.get_context(START_METHOD)
     ranks = [
-        context.Process(target=train_as_rank, args=(rank, port, plans, options, until))
-        for rank in range(WORLD)
+        context.Process(target=as_rank, args=(rank, port, work, arguments)) for rank in range(WORLD)
     ]
     for process in ranks:
         process.start()
     multiprocessing.connection.wait([process.sentinel for process in ranks], timeout=120)
     for process in ranks:
-        process.join(10)  # one that fails leaves the other waiting
+        process.join(10)  # if one fails, the other waits for it
         process.kill()
         process.join()
-    assert [process.exitcode for process in ranks] == [0] * WORLD
-    return [Run(options.out / plan.name / str(plan.seed)) for plan in plans]
+    return [process.exitcode for process in ranks]
 
 
-def checkpoint(run: Run) -> dict[str, Any]:
+def train_on_two(
+    plans: list[Plan], options: Options, *, until: int | None = None
+) -> list[RunFolder]:
+    """Train on two processes, which stop at the beginning of epoch ``until``."""
+    assert on_two(train_as_rank, plans, options, until) == [0] * WORLD
+    return [RunFolder(options.out / plan.name / str(plan.seed)) for plan in plans]
+
+
+def checkpoint(run: RunFolder) -> dict[str, Any]:
     state = run.load()
     assert state is not None
     return state
 
 
-def assert_close_runs(one: Run, other: Run, *, close: float = CLOSE) -> None:
+def assert_close_runs(one: RunFolder, other: RunFolder, *, close: float = CLOSE) -> None:
     assert len(one.metrics()) == len(other.metrics()) == one.recipe.epochs
     number = 359  # test images
     for line, expected in zip(one.metrics(), other.metrics(), strict=True):
@@ -101,7 +117,7 @@ def assert_close_runs(one: Run, other: Run, *, close: float = CLOSE) -> None:
             assert line[key] == expected[key]
         assert line["train_loss"] == pytest.approx(expected["train_loss"], rel=close)
         assert line["test_loss"] == pytest.approx(expected["test_loss"], rel=10 * close)
-        # an image or two on the border between classes or bins
+        # one or two images at the boundary of classes or bins
         assert line["test_error"] == pytest.approx(expected["test_error"], abs=250 / number)
         assert line["test_ece"] == pytest.approx(expected["test_ece"], abs=10 * close + 2 / number)
     states = [checkpoint(run)["network"] for run in (one, other)]
@@ -113,20 +129,20 @@ def assert_close_runs(one: Run, other: Run, *, close: float = CLOSE) -> None:
 @pytest.mark.parametrize("method", ["ce", "isda"])
 def test_two_processes_equal_one(method: str, options: Options) -> None:
     recipe = RECIPE if method == "isda" else RECIPE.baseline()
-    # torch's own batch norm loses digits in this layout on a CPU, that of two processes does not
+    # torch's batch norm is less accurate with channels_last on a CPU, ours for two processes is not
     (two,) = train_on_two([Plan("two", replace(recipe, channels_last=True), 0)], options)
     (one,) = train([Plan("one", recipe, 0)], options)
     assert_close_runs(two, one)
     assert two.metrics()[-1]["train_loss"] < two.metrics()[0]["train_loss"]
     if method == "isda":
         counts = [checkpoint(run)["criterion"]["estimator.count"] for run in (one, two)]
-        assert torch.equal(*counts)  # every image once per epoch, on whichever process
+        assert torch.equal(*counts)  # every image once per epoch, on one of the processes
         assert int(counts[0].sum()) == 3 * 1438
 
 
 @pytest.mark.parametrize("method", ["ce", "isda"])
 def test_a_process_without_images(method: str, options: Options) -> None:
-    """In batches of 479 the last one has one image; steep, since batch norm sees little of it."""
+    """With batches of 479 the last one has a single image."""
     recipe = replace(RECIPE, batch_size=479, learning_rate=0.005, epochs=2)
     plans = [Plan("two", recipe if method == "isda" else recipe.baseline(), 0)]
     (two,) = train_on_two(plans, options)
@@ -134,7 +150,7 @@ def test_a_process_without_images(method: str, options: Options) -> None:
     assert_close_runs(two, one)
 
 
-def test_draws_are_those_of_one_process(options: Options) -> None:
+def test_random_numbers_are_those_of_one_process(options: Options) -> None:
     """Crop, flip and dropout of an image do not depend on the process it is on."""
     recipe = replace(
         RECIPE, augment=("crop", "flip"), drop_rate=0.2, ema=0.5, ramp="step", epochs=2
@@ -148,8 +164,8 @@ def test_draws_are_those_of_one_process(options: Options) -> None:
 @pytest.mark.parametrize(
     ("network", "precision", "close"),
     [
-        ("resnet8", "bf16", 0.02),  # bfloat16 has 8 bits: a last bit is 4e-3
-        ("timm:test_efficientnet", "fp32", CLOSE),  # batch norm that goes on with an activation
+        ("resnet8", "bf16", 0.02),  # bfloat16 has 8 bits: a rounding error is 4e-3
+        ("timm:test_efficientnet", "fp32", CLOSE),  # batch norm with an activation
     ],
 )
 def test_batch_norm_of_other_kinds(
@@ -163,7 +179,7 @@ def test_batch_norm_of_other_kinds(
 
 
 def test_resume_on_two_processes(options: Options) -> None:
-    """Stopped after an epoch, two processes go on to the very same numbers."""
+    """Stopped after an epoch, two processes resume to the same numbers."""
     plans = [Plan("resumed", RECIPE, 0)]
     (begun,) = train_on_two(plans, options, until=1)
     assert len(begun.metrics()) == 1
@@ -178,34 +194,25 @@ def test_resume_on_two_processes(options: Options) -> None:
 
 def test_torchrun(tmp_path: Path) -> None:
     """The command line under torchrun, both methods: one table, and the runs of one process."""
-    flags = ["--epochs", "2", "--batch-size", "481", "--learning-rate", "0.02"]
-    flags += ["--seeds", "0", "--device", "cpu"]
+    words = ["compare", "--epochs", "1", "--batch-size", "481", "--learning-rate", "0.02"]
+    words += ["--seeds", "0", "--device", "cpu", "--out", str(tmp_path / "two")]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
-    command += ["--standalone", "-m", "isda.experiments.cli", "compare", *flags]
-    result = subprocess.run(
-        [*command, "--out", str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command += ["--standalone", "-m", "isda.experiments.cli", *words]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     assert result.stdout.count("test error, %") == 1
-    again = subprocess.run(
-        [*command, "--out", str(tmp_path / "two")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert again.stderr.count("isda: ") == WORLD
-    assert "already holds a run: use --resume" in again.stderr
-    assert "isda: another process of this training has stopped" in again.stderr
-    assert "in train\n" not in again.stderr  # no traceback of ours; torchrun has its own
-    recipe = replace(RECIPES["digits-resnet8-isda"], epochs=2, batch_size=481, learning_rate=0.02)
-    two = load_runs(tmp_path / "two")
+    recipe = replace(RECIPES["digits-resnet8-isda"], epochs=1, batch_size=481, learning_rate=0.02)
+    two = [RunFolder(run.folder) for run in load_runs(tmp_path / "two")]
     plans = [Plan(recipe.method, recipe, 0) for recipe in (recipe.baseline(), recipe)]
     one = train(plans, Options(out=tmp_path / "one", device="cpu"))
     assert [run.recipe.method for run in two] == ["ce", "isda"]
     for run, other in zip(two, one, strict=True):
         assert run.recipe == other.recipe
         assert_close_runs(run, other)
+
+    # once more, both processes stop because of the run that only rank 0 sees
+    assert on_two(command_as_rank, words, tmp_path) == [2, 2]
+    first, second = ((tmp_path / f"stderr{rank}").read_text() for rank in range(WORLD))
+    assert "already holds a run: use --resume" in first
+    assert second == "isda: another process has stopped: see its message\n"

@@ -1,96 +1,292 @@
-"""Arguments of the commands that train: a recipe by name, any field of it changed by a flag."""
+"""Command-line arguments of every command, read by tyro.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Annotated, Any, TypeVar, get_args
+A recipe by name gives the defaults, and every field of it is a flag.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from isda.experiments.errors import InputError
-from isda.experiments.flags import parse_flags
-from isda.experiments.networks import own_image_size
-from isda.experiments.recipes import DEFAULT, OWN_IMAGES, Method, Recipe, get_recipe
-from isda.experiments.train import Options
+from isda.experiments.published import COST
+from isda.experiments.recipes import DEFAULT, OWN_IMAGES, get_recipe
+from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
 
-__all__ = ["Arguments", "parse", "require_seeds"]
+__all__ = [
+    "CostArguments",
+    "ListArguments",
+    "ReportArguments",
+    "SearchArguments",
+    "TableArguments",
+    "TrainArguments",
+    "parse",
+    "parse_recipe",
+]
+
+_Arguments = TypeVar("_Arguments")
+_TrainArguments = TypeVar("_TrainArguments", bound="TrainArguments")
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """What every command that trains takes."""
+class TrainArguments:
+    """Arguments of ``isda train`` and ``isda compare``."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    """What is trained: the recipe, any field of which can be changed."""
+    """What to train: a recipe, any field of which can be changed."""
 
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
-    """How it is trained."""
+    """How to run the training."""
 
     seeds: tuple[int, ...] = (0,)
-    """One run for each seed."""
+    """One run per seed."""
 
 
-_Given = TypeVar("_Given", bound=Arguments)
+@dataclass(frozen=True)
+class SearchArguments(TrainArguments):
+    """Arguments of ``isda search``."""
+
+    candidates: tuple[float, ...] | None = None
+    """Values of lambda_0 to try; None: 0.1 0.25 0.5 0.75 1, for imagenet 1 2.5 5 7.5 10.
+    Without --hold-out, a tenth of the training images is held out (imagenet: 50,000)."""
+
+    final_seeds: tuple[int, ...] = (0, 1, 2)
+    """One final run on all training images per seed."""
+
+    with_baseline: bool = False
+    """Also train plain cross entropy on the same split, for comparison."""
+
+
+@dataclass(frozen=True)
+class TableArguments:
+    """Arguments of ``isda table``."""
+
+    table: tyro.conf.Positional[int]
+    """Number of the table, 1 to 5."""
+
+    cell: str | None = None
+    """Train what this cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method."""
+
+    results: Path | None = None
+    """Folder of run records to show, without --cell; None: runs, else results."""
+
+    dry_run: bool = False
+    """Print the commands that would train the cell, and exit."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """One run of each recipe per seed."""
+
+    epochs: int | None = None
+    """Epochs; None: as in the recipes."""
+
+    batch_size: int | None = None
+    """Batch size; None: as in the recipes."""
+
+    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
+    """How to run the training."""
+
+    def change(self, recipe: Recipe) -> Recipe:
+        """The recipe with the epochs and the batch size given here."""
+        return replace(
+            recipe,
+            epochs=recipe.epochs if self.epochs is None else self.epochs,
+            batch_size=recipe.batch_size if self.batch_size is None else self.batch_size,
+        )
+
+    def train_flags(self) -> list[str]:
+        """The same settings as flags of ``isda train``."""
+        flags = ["--seeds", *map(str, self.seeds)]
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) is not None:
+                flags += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        for option in fields(Options):
+            value, flag = getattr(self.options, option.name), option.name.replace("_", "-")
+            if value == option.default:
+                continue
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", str(value)]
+        return flags
+
+
+@dataclass(frozen=True)
+class ReportArguments:
+    """Arguments of ``isda report``."""
+
+    runs: Path | None = None
+    """Folder of runs or run records; None: runs, else results."""
+
+    export: Path | None = None
+    """Copy the records of finished runs, without checkpoints, to this folder."""
+
+    update: tuple[Path, ...] = ()
+    """Markdown files whose tables between <!-- runs:NAME --> marks are to be updated."""
+
+    page: Path | None = None
+    """Write tables, comparisons and curves as one self-contained HTML page."""
+
+    costs: tuple[Path, ...] = ()
+    """CSV files written by isda cost, to show below Table 1."""
+
+
+@dataclass(frozen=True)
+class CostArguments:
+    """Arguments of ``isda cost``."""
+
+    networks: tuple[str, ...] = tuple(COST)
+    """Networks by name, or timm:NAME."""
+
+    measure: bool = True
+    """Measure time and memory on this machine, next to the theoretical cost."""
+
+    num_classes: int | None = None
+    """Number of classes; None: 1000, for CIFAR networks 100."""
+
+    image_size: int | None = None
+    """Side of the images; None: 224, for CIFAR networks 32, for timm models their own."""
+
+    batch_size: int | None = None
+    """Images per step; None: 256, for CIFAR networks as in their recipe, on a CPU 8."""
+
+    steps: int | None = None
+    """Steps per measurement; None: 20, on a CPU 2."""
+
+    repeats: int = 5
+    """Measurements of each case, interleaved; the median counts."""
+
+    device: str = "auto"
+    """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
+
+    out: Path | None = None
+    """CSV file to write."""
+
+    resume: bool = False
+    """Keep the measurements in the CSV file and add the missing ones."""
+
+    table: tuple[Path, ...] = ()
+    """Measure nothing: print these CSV files as a Markdown table."""
+
+
+@dataclass(frozen=True)
+class ListArguments:
+    """Arguments of ``isda list``."""
+
+    results: Path | None = None
+    """Folder of run records; None: runs, else results."""
 
 
 def parse(
-    kind: type[_Given], command: str, arguments: list[str], *, description: str, **defaults: Any
-) -> tuple[_Given, Recipe, str | None]:
-    """What was asked for, the recipe it started from, and that recipe's name if one was given.
+    kind: type[_Arguments], command: str, words: list[str], *, description: str, **options: Any
+) -> _Arguments:
+    """Parse the words behind a command.
 
     Args:
-        kind: the command's arguments.
-        command: its name.
-        arguments: words of the command line behind the command; a recipe's name comes first.
+        kind: dataclass of the command's arguments.
+        command: name of the command, for its help.
+        words: words of the command line behind the command.
         description: what the command does, for its help.
-        defaults: of fields of ``kind`` beside the recipe.
+        options: further options of ``tyro.cli``.
+
+    Raises:
+        InputError: unknown flag, with similar ones, or invalid value.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                kind,
+                args=words,
+                prog=f"isda {command}",
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes,),
+                **options,
+            )
+    except SystemExit as end:
+        if end.code == 0:  # --help
+            raise
+        raise InputError(_one_line(printed.getvalue())) from None
+
+
+def parse_recipe(
+    kind: type[_TrainArguments],
+    command: str,
+    words: list[str],
+    *,
+    description: str,
+    **defaults: Any,
+) -> tuple[_TrainArguments, Recipe, str | None]:
+    """Parse the words behind a command that trains; a recipe's name may come first.
+
+    Args:
+        kind: dataclass of the command's arguments.
+        command: name of the command, for its help.
+        words: words of the command line behind the command.
+        description: what the command does, for its help.
+        defaults: defaults of fields of ``kind`` other than the recipe.
+
+    Returns:
+        The arguments, the recipe before its fields were changed, and its name if one was given.
     """
     name = None
-    if arguments and not arguments[0].startswith("-"):
-        name, *arguments = arguments
-        start = get_recipe(name)
-    else:
-        own = any("imagefolder:" in word for word in arguments)
-        start = _with_own_size(OWN_IMAGES, arguments) if own else get_recipe(DEFAULT)
-        start = _with_method(start, arguments)
-    given = parse_flags(
+    if words and not words[0].startswith("-"):
+        name, *words = words
+    start, default = _start(name, words)
+    given = parse(
         kind,
-        arguments,
-        default=kind(_with_method(start, arguments), **defaults),
-        prog=f"isda {command} {name or '[RECIPE]'}",
+        f"{command} {name or '[RECIPE]'}",
+        words,
         description=description,
-        config=(tyro.conf.OmitArgPrefixes,),
+        default=kind(default, **defaults),
     )
     require_seeds("seeds", given.seeds)
-    made = given.recipe.method == "isda" != start.method
-    if made and not given.recipe.lambda_0 and command != "search":
-        raise InputError(f"lambda_0 must be > 0 to make isda of {start.method}: give --lambda-0")
+    switched = given.recipe.method == "isda" != start.method
+    if switched and not given.recipe.lambda_0 and command != "search":
+        raise InputError(
+            f"lambda_0 must be > 0 to change the method from {start.method} to isda: set --lambda-0"
+        )
     return given, start, name
 
 
-def require_seeds(argument: str, seeds: Sequence[int]) -> None:
-    """Seeds must be there, differ, and fit into 32 bits."""
-    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
-        listed = " ".join(map(str, seeds)) or "none"
-        raise InputError(f"{argument} must be different numbers from 0 to 2³² - 1, got {listed}")
+def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
+    """The recipe to start from, and the defaults of the flags: that recipe with ``--method``."""
+    scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("--data", "--network", "--method"):
+        scan.add_argument(flag, nargs="?", default="")
+    found, _ = scan.parse_known_args(words)
+    if name is not None:
+        start = get_recipe(name)
+    elif (found.data or "").startswith("imagefolder:"):
+        start = OWN_IMAGES
+        if (found.network or "").startswith("timm:"):
+            from isda.experiments.networks import own_image_size  # slow to import
+
+            start = replace(start, image_size=own_image_size(found.network) or start.image_size)
+    else:
+        start = get_recipe(DEFAULT)
+    if found.method not in METHODS or found.method == "isda":
+        return start, start
+    noise_rate = 0.05 if found.method == "disturb_label" else 0.0
+    changed = replace(start.baseline(), method=found.method, noise_rate=noise_rate)
+    return (start if name else changed), changed
 
 
-def _with_own_size(start: Recipe, arguments: list[str]) -> Recipe:
-    """The recipe with images of the size that the ``--network`` of the arguments is made for."""
-    size = own_image_size(_value_of("--network", arguments))
-    return start if size is None else replace(start, image_size=size)
+def _one_line(box: str) -> str:
+    """Condense tyro's boxed error message to one line, with the flags it suggests.
 
-
-def _with_method(start: Recipe, arguments: list[str]) -> Recipe:
-    """The recipe with the ``--method`` of the arguments, and the settings that go with it."""
-    method: Any = _value_of("--method", arguments)
-    if method not in get_args(Method) or method == "isda":
-        return start
-    noise_rate = 0.05 if method == "disturb_label" else 0.0
-    return replace(start.baseline(), method=method, noise_rate=noise_rate)
-
-
-def _value_of(flag: str, arguments: list[str]) -> str:
-    """Value of a flag before tyro reads the arguments; empty if it is not there."""
-    words = [part for word in arguments for part in word.split("=")]
-    return next((value for name, value in pairwise(words) if name == flag), "")
+    On a terminal without box-drawing characters, the title is a part of its own.
+    """
+    framed = box.startswith("╭")
+    text = re.sub(r"(?m)^[╭╰].*$", "", box).replace("│", " ")
+    parts = [part.split() for part in re.split(r"(?m)^ *[─-]{3,} *$", text)]
+    _, message, *others = [[], *parts] if framed else parts
+    near = [word.strip(",") for part in others if part[:1] == ["Perhaps"]
+            for word in part if word.startswith("--")]  # fmt: skip
+    hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+    words = " ".join(message).rstrip(".")
+    return words[:1].lower() + words[1:] + hint

@@ -1,49 +1,50 @@
-"""The command line: ``isda train | compare | search | table | report | cost | list``."""
+"""The command line: ``isda train | compare | search | table | report | cost | list``.
+
+Every command imports what it needs when it runs: printing a table does not import the training
+code.
+"""
 
 import io
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from isda._version import __version__
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.recipes import DEFAULT, baseline_of, run_name
+from isda.experiments.recipes import DEFAULT, baseline_of, get_recipe, run_name
+from isda.experiments.records import Run, default_folder, export, load_runs, summary
+from isda.experiments.settings import require_seeds
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; a mistake of the user is one line on stderr and exit code 2."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command; an input error prints one line to stderr and returns exit code 2."""
+    words = list(sys.argv[1:] if words is None else words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without λ and ± shows the rest
+            stream.reconfigure(errors="replace")  # for terminals without λ and ±
     try:
-        if not arguments or arguments[0] in ("-h", "--help"):
+        if not words or words[0] in ("-h", "--help"):
             print(_USAGE)
-            return 0
-        if arguments[0] == "--version":
+        elif words[0] == "--version":
             print(f"torch-isda {__version__}")
-            return 0
-        command, *rest = arguments
-        if command not in _COMMANDS:
-            raise unknown("command", command, _COMMANDS)
-        with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]
-            _COMMANDS[command](rest)
-        sys.stdout.flush()  # here, where a reader that is gone is no surprise
+        else:
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning  # type: ignore[assignment]
+                run(words[0], words[1:])
+        sys.stdout.flush()  # raises BrokenPipeError here, not at exit
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of a reader that has seen enough, such as head
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:
-        needed = "pip install -e '.[experiments]' installs all that isda needs"
-        print(f"isda: no module {error.name}: {needed}", file=sys.stderr)
+        needed = "install the extra: pip install -e '.[experiments]'"
+        print(f"isda: no module named {error.name}; {needed}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.filename is None:
@@ -51,43 +52,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"isda: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("isda: stopped; --resume goes on from the last checkpoint, if any", file=sys.stderr)
+        print("isda: interrupted; --resume continues from the last checkpoint", file=sys.stderr)
         return 130
     return 0
 
 
-def _train(arguments: list[str]) -> None:
-    """Train a recipe, one run per seed."""
-    from isda.experiments.arguments import Arguments, parse
-    from isda.experiments.runs import summary
-    from isda.experiments.train import Plan, train
+def run(command: str, words: list[str]) -> None:
+    """Run a command with the words behind it; raises InputError for invalid input."""
+    if command not in _COMMANDS:
+        raise unknown("command", command, _COMMANDS)
+    _COMMANDS[command](words)
 
-    given, start, start_name = parse(
-        Arguments, "train", arguments, description=_train.__doc__ or ""
+
+def _train(words: list[str]) -> None:
+    """Train a recipe, one run per seed."""
+    from isda.experiments.arguments import TrainArguments, parse_recipe
+    from isda.experiments.training.loop import Plan, train
+
+    given, start, start_name = parse_recipe(
+        TrainArguments, "train", words, description=_description("train")
     )
     name = run_name(given.recipe, start, start_name)
-    for run in train([Plan(name, given.recipe, seed) for seed in given.seeds], given.options):
-        result = summary(run)
+    for one in train([Plan(name, given.recipe, seed) for seed in given.seeds], given.options):
+        result = summary(one)
         split = "validation" if given.recipe.hold_out else "test"
-        print(f"{run.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
+        print(f"{one.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
 
 
-def _compare(arguments: list[str]) -> None:
-    """Train a recipe with cross entropy and with ISDA, and tell the difference over seeds."""
-    from isda.experiments.arguments import Arguments, parse
-    from isda.experiments.comparison import comparison, comparison_table, write_comparison_page
-    from isda.experiments.train import Plan, train
+def _compare(words: list[str]) -> None:
+    """Train with cross entropy and with ISDA, and compare over seeds."""
+    from isda.experiments.arguments import TrainArguments, parse_recipe
+    from isda.experiments.report.comparison import comparison, comparison_table
+    from isda.experiments.training.loop import Plan, train
 
-    given, start, start_name = parse(
-        Arguments,
-        "compare",
-        arguments,
-        description=_compare.__doc__ or "",
-        seeds=(0, 1, 2),
+    given, start, start_name = parse_recipe(
+        TrainArguments, "compare", words, description=_description("compare"), seeds=(0, 1, 2)
     )
     recipe = given.recipe
     if recipe.method != "isda":
-        raise InputError(f"method must be isda to be compared with ce, got {recipe.method!r}")
+        raise InputError(f"method must be isda to compare it with ce, got {recipe.method!r}")
     baseline_name = baseline_of(start_name) if start_name else None
     sides = {
         run_name(recipe.baseline(), start.baseline(), baseline_name): recipe.baseline(),
@@ -96,77 +99,161 @@ def _compare(arguments: list[str]) -> None:
     plans = [Plan(name, side, seed) for name, side in sides.items() for seed in given.seeds]
     runs = train(plans, given.options)
     if not runs:
-        return  # a rank that does not write
+        return  # only rank 0 has the records
+    from isda.experiments.report.pages import write_comparison_page  # imports matplotlib
+
     result = comparison(runs, *sides)
     page = given.options.out / f"{result.method.name}.html"
     write_comparison_page(page, result)
     print(f"{comparison_table(result)}\n{page}")
 
 
-def _search(arguments: list[str]) -> None:
-    """Choose λ₀ on images held out of training, then train on all of them and test."""
-    from isda.experiments import search
+def _search(words: list[str]) -> None:
+    """Choose λ₀ on held-out training images, then train on all and test."""
+    from isda.experiments.arguments import SearchArguments, parse_recipe
+    from isda.experiments.search import search, search_table
 
-    search.main(arguments)
-
-
-def _report(arguments: list[str]) -> None:
-    """Show the paper's tables with our numbers, keep records, and bring pages up to date."""
-    from isda.experiments import report
-
-    report.main(arguments)
-
-
-def _table(arguments: list[str]) -> None:
-    """Show a table of the paper with our numbers, or train what a cell of it needs."""
-    from isda.experiments import tables
-
-    tables.main(arguments)
-
-
-def _cost(arguments: list[str]) -> None:
-    """Show what ISDA adds to parameters, computation, time and memory of a step (Table 1)."""
-    from isda.experiments import cost
-
-    cost.main(arguments)
+    given, start, name = parse_recipe(
+        SearchArguments, "search", words, description=_description("search")
+    )
+    if given.recipe.method == "isda" and given.recipe.lambda_0 != start.lambda_0:
+        raise InputError("isda search chooses lambda_0: give its values with --candidates")
+    result = search(
+        given.recipe,
+        name,
+        start=start,
+        candidates=given.candidates,
+        seeds=given.seeds,
+        final_seeds=given.final_seeds,
+        with_baseline=given.with_baseline,
+        options=given.options,
+    )
+    if result is not None:
+        print(f"{search_table(result)}\n{result.record}")
 
 
-def _list(arguments: list[str]) -> None:
-    """Show all recipes with the paper's test error and that of the records in a folder."""
-    from isda.experiments.flags import parse_flags
-    from isda.experiments.report import recipes_table
-    from isda.experiments.tables import usual_folder
+def _table(words: list[str]) -> None:
+    """Show a table of the paper with our numbers, or train one of its cells."""
+    from isda.experiments.arguments import TableArguments, parse
+    from isda.experiments.report.comparison import create_sides, left_out_line
+    from isda.experiments.report.paper_tables import cell_recipes, get_table
+    from isda.experiments.report.tables import cell_results, section
 
-    @dataclass(frozen=True)
-    class Listed:
-        results: Path | None = None
-        """Folder of run records; if not given runs, or else results."""
+    given = parse(TableArguments, "table", words, description=_description("table"))
+    table = get_table(given.table)
+    if given.cell is None:
+        if given != TableArguments(given.table, results=given.results):
+            raise InputError("training needs a cell: isda table N --cell DATA/NETWORK")
+        folder = given.results or default_folder()
+        sides, left_out = create_sides([] if folder is None else load_runs(folder))
+        print("\n\n".join([section(table, sides), *map(left_out_line, left_out.values())]))
+        return
+    if given.results is not None:
+        raise InputError("--results does not go with --cell; --out is the folder of its runs")
+    recipes = cell_recipes(given.table, given.cell)
+    require_seeds("seeds", given.seeds)
+    if given.dry_run:
+        for name in recipes:
+            print(shlex.join(["isda", "train", name, *given.train_flags()]))
+        return
+    from isda.experiments.training.loop import Plan, train
 
-    given = parse_flags(Listed, arguments, prog="isda list", description=_list.__doc__)
-    print(recipes_table(given.results or usual_folder()))
+    changed = {name: given.change(get_recipe(name)) for name in recipes}
+    names = {name: run_name(recipe, get_recipe(name), name) for name, recipe in changed.items()}
+    plans = [Plan(names[name], recipe, seed) for name, recipe in changed.items()
+             for seed in given.seeds]  # fmt: skip
+    runs = train(plans, given.options)
+    if runs:  # only rank 0 has the records
+        print(cell_results(table, given.cell, names, runs))
+
+
+def _report(words: list[str]) -> None:
+    """Show all tables with our numbers, export records, update pages."""
+    from isda.experiments.arguments import ReportArguments, parse
+    from isda.experiments.cost_records import read_costs
+    from isda.experiments.report.comparison import distinct
+    from isda.experiments.report.costs import cost_rows
+    from isda.experiments.report.overview import report_markdown
+    from isda.experiments.report.tables import update_markdown
+
+    given = parse(ReportArguments, "report", words, description=_description("report"))
+    folder = given.runs or default_folder()
+    if folder is None:
+        raise InputError(
+            "there are no records in runs or results: train something first, for example with "
+            "isda compare, or give the folder of the records with --runs"
+        )
+    runs = distinct(load_runs(folder))
+    costs = cost_rows(read_costs(given.costs), "report") if given.costs else []
+    finished = [one for one in runs if summary(one).finished]
+    if given.export is not None:
+        first: dict[tuple[str, int], Run] = {}
+        for one in finished:
+            twin = first.setdefault((one.name, one.seed), one)
+            if twin is not one:
+                raise InputError(f"{twin.folder} and {one.folder} have the same name and seed")
+        for one in finished:
+            print(export(one, given.export))
+    print(report_markdown(runs, costs))
+    for path in given.update:
+        print(f"{path}: {'updated' if update_markdown(path, finished) else 'up to date'}")
+    if given.page is not None:
+        from isda.experiments.report.pages import write_report_page  # imports matplotlib
+
+        write_report_page(given.page, runs, costs)
+        print(given.page)
+
+
+def _cost(words: list[str]) -> None:
+    """Measure what ISDA adds to a training step in time and memory (Table 1)."""
+    from isda.experiments.arguments import CostArguments, parse
+    from isda.experiments.report.costs import costs_markdown
+
+    given = parse(CostArguments, "cost", words, description=_description("cost"))
+    if given.table:
+        print(costs_markdown(given.table))
+        return
+    from isda.experiments.cost import show_costs
+
+    show_costs(given)
+
+
+def _list(words: list[str]) -> None:
+    """Show all recipes with the paper's test error and ours."""
+    from isda.experiments.arguments import ListArguments, parse
+    from isda.experiments.report.tables import recipes_table
+
+    given = parse(ListArguments, "list", words, description=_description("list"))
+    print(recipes_table(given.results or default_folder()))
 
 
 _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "compare": _compare,
     "search": _search,
-    "report": _report,
     "table": _table,
+    "report": _report,
     "cost": _cost,
     "list": _list,
 }
+
+
+def _description(command: str) -> str:
+    return _COMMANDS[command].__doc__ or ""
+
 
 _USAGE = "\n".join(
     [
         "usage: isda COMMAND [RECIPE] [FLAGS]",
         "",
-        *(f"  {name:8} {function.__doc__}" for name, function in _COMMANDS.items()),
+        *(f"  {name:8} {_description(name)}" for name in _COMMANDS),
         "",
-        f"A recipe is <data>-<network>-<method>; without one it is {DEFAULT}, which needs no",
-        "download and no GPU. `isda COMMAND --help` shows the flags.",
+        "A recipe is <data>-<network>-<method>. The default is",
+        f"{DEFAULT}, which needs no download and no GPU.",
+        "`isda COMMAND --help` lists the flags of a command.",
         "",
-        "  isda train cifar100-resnet32-isda --seeds 0 1 2 --data-root data --download",
-        "  isda compare --data imagefolder:photos --network timm:resnet18 --epochs 30",
+        "  isda train cifar100-resnet32-isda --seeds 0 1 2 --download",
+        "  isda compare --data imagefolder:photos --network timm:resnet18",
     ]
 )
 

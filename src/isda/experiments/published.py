@@ -1,11 +1,11 @@
 """Every number of Tables 1 to 5 of the paper, as printed.
 
-Errors are percentages. Numbers that belong to a recipe are in ``PUBLISHED`` under its name; Tables
-4 and 5 are also kept whole, with the rows of the GANs.
+Errors are in percent. Numbers that belong to a recipe are in ``PUBLISHED`` by name; ``METHODS`` and
+``ABLATION`` are the complete Tables 4 and 5, including the GANs.
 
-The tables are kept as printed where the paper disagrees with itself: the 6.23 and 27.11 that the
-text gives for ISDA on ResNet-110 are Table 4's *Basic + Dropout*, and Table 5's *Basic* on
-CIFAR-100 is 18.58 where Tables 2 and 4 have 18.53 for the same network.
+The numbers are as printed even where the paper contradicts itself: the 6.23 and 27.11 that the text
+gives for ISDA on ResNet-110 are *Basic + Dropout* in Table 4, and *Basic* on CIFAR-100 is 18.58 in
+Table 5, but 18.53 for the same network in Tables 2 and 4.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ __all__ = ["ABLATION", "COST", "METHODS", "PARAMETERS", "PUBLISHED", "Cost", "Re
 
 @dataclass(frozen=True)
 class Result:
-    """An error rate of the paper."""
+    """An error rate printed in the paper."""
 
     mean: float
-    """Test error, percent: mean over three runs where std is given, else of one run."""
+    """Test error in percent: mean over three runs if std is given, else of one run."""
 
     std: float | None = None
     """Standard deviation over three runs."""
 
     top5: float | None = None
-    """Top-5 error, percent (ImageNet)."""
+    """Top-5 error in percent (ImageNet)."""
 
     def __str__(self) -> str:
         digits = 1 if self.top5 is not None else 2
@@ -34,13 +34,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Cost:
-    """What ISDA adds to the cost of training (Table 1, eight Tesla V100)."""
+    """Cost that ISDA adds to training (Table 1, eight Tesla V100 GPUs)."""
 
     theoretical: float
-    """Added computation, percent."""
+    """Added computation in percent."""
 
     wall: float
-    """Added time, percent."""
+    """Added wall time in percent."""
 
 
 # Tables 1 and 2: parameters in millions.
@@ -162,8 +162,8 @@ METHODS: dict[str, dict[str, Result]] = {
     }
     for method, cells in _TABLE_4.items()
 }
-"""Table 4: method, then ``<data>-<network>``. On ResNet-110 dropout is 0.3; the Wide-ResNet always
-has it."""
+"""Table 4 by method and ``<data>-<network>``. *Dropout* is a rate of 0.3 in ResNet-110; the
+Wide-ResNet always has it."""
 
 ABLATION: dict[str, dict[str, Result]] = {
     "basic": {"cifar10": Result(3.82, 0.15), "cifar100": Result(18.58, 0.10)},
@@ -173,7 +173,7 @@ ABLATION: dict[str, dict[str, Result]] = {
     "constant": {"cifar10": Result(3.69, 0.08), "cifar100": Result(18.33, 0.16)},
     "isda": {"cifar10": Result(3.58, 0.15), "cifar100": Result(17.98, 0.15)},
 }
-"""Table 5: what is replaced in ISDA, then the data, for Wide-ResNet-28-10."""
+"""Table 5 (Wide-ResNet-28-10) by setting and data set."""
 
 PUBLISHED: dict[str, Result] = {
     **{
@@ -207,4 +207,4 @@ PUBLISHED: dict[str, Result] = {
         for data, result in ABLATION[setting].items()
     },
 }
-"""Tables 1 to 5, by recipe; where two tables give one recipe, the first."""
+"""Tables 1 to 5 by recipe; the first table counts if a recipe is in several."""

@@ -1,77 +1,49 @@
-"""Which λ₀: chosen on images held out from training (Section 4.1), then tested.
+"""Search for λ₀ on images held out of training (Section 4.1).
 
-Every candidate trains without the held-out images; the λ₀ with the lowest validation error trains
-again on all images, and that is what is tested. The runs of a search are those that ``isda train``
-makes with the same fields, so a search that was killed goes on as they do.
+Every candidate trains without the held-out images. The λ₀ with the lowest validation error is then
+trained on all images and evaluated on the test set. The runs are the same as those of ``isda
+train`` with the same settings, so a search that was killed can be resumed.
 """
 
 import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from isda import distributed
-from isda.experiments.arguments import Arguments, parse, require_seeds
-from isda.experiments.comparison import text_table
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import RECIPES, Recipe, baseline_of, run_name
-from isda.experiments.runs import Run, require_free, summary, write_text
-from isda.experiments.statistics import RESOLUTION, Estimate, estimate
-from isda.experiments.train import Options, Plan, join_processes, load_images, train
+from isda.experiments.files import write_text
+from isda.experiments.recipes import RECIPES, baseline_of, run_name
+from isda.experiments.report.comparison import Side, create_side
+from isda.experiments.report.intervals import RESOLUTION
+from isda.experiments.report.text import text_table
+from isda.experiments.settings import Options, Recipe, require_seeds
+from isda.experiments.training.device import join_processes
+from isda.experiments.training.loop import Plan, load_images, train
+from isda.experiments.training.run_folder import require_free
 
-__all__ = ["SearchResult", "Trial", "main", "search", "search_table"]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The finished runs of one recipe, one for each seed."""
-
-    name: str
-    """Name of the runs."""
-
-    recipe: Recipe
-    """What was trained."""
-
-    runs: tuple[Run, ...]
-    """The runs, in the order of the seeds."""
-
-    @property
-    def errors(self) -> list[float]:
-        """Error of each run, percent: on the held-out images, or on the test set without any."""
-        results = {run.folder: summary(run) for run in self.runs}
-        for folder, result in results.items():
-            if not result.finished:
-                raise InputError(
-                    f"{folder} is not finished: {result.epochs} of {self.recipe.epochs} epochs"
-                )
-        return [result.error for result in results.values() if result.error is not None]
-
-    @property
-    def error(self) -> Estimate:
-        """Mean and standard deviation of the error over seeds."""
-        return estimate(self.errors)
+__all__ = ["SearchResult", "search", "search_table"]
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to."""
+    """Result of a search."""
 
-    trials: tuple[Trial, ...]
-    """Every candidate on the held-out images; first the baseline, if it was asked for."""
+    trials: tuple[Side, ...]
+    """Validation runs of the candidates, after those of the baseline if it was requested."""
 
-    chosen: Trial
+    chosen: Side
     """The candidate with the lowest validation error."""
 
-    final: Trial
-    """The chosen λ₀ trained on all images, on the test set."""
+    final: Side
+    """Runs of the chosen λ₀ on all images, evaluated on the test set."""
 
     record: Path
-    """File that holds the result."""
+    """File with the result."""
 
 
 def search(
@@ -86,23 +58,23 @@ def search(
     with_baseline: bool = False,
     options: Options | None = None,
 ) -> SearchResult | None:
-    """Choose λ₀ on held-out images, train on all of them, and record the test error.
+    """Choose λ₀ on held-out images, train on all images, and record the test error.
 
     Args:
-        recipe: what is trained, apart from ``lambda_0`` and ``hold_out``.
-        name: name of the recipe it was made from, if that is not the one that its fields give.
-        start: that recipe before fields were changed; by default the one of the paper by ``name``.
-        candidates: values of λ₀; by default those of the paper for the data set. Of two with the
-            same error the smaller is chosen.
+        recipe: recipe to train; its ``lambda_0`` is ignored.
+        name: name of the recipe that ``recipe`` was made from, if it has one.
+        start: that recipe before fields were changed; by default the paper's recipe ``name``.
+        candidates: values of λ₀; by default those of the paper for the data set. Ties go to the
+            smallest value.
         seeds: seeds of every candidate.
-        final_seeds: seeds of the training on all images.
-        hold_out: number of images held out. By default that of the recipe; if it has none, a tenth
-            of the training images (5,000 of CIFAR; 50,000 of ImageNet), but no fewer than classes.
-        with_baseline: train plain cross entropy beside the candidates, to compare, not to choose.
-        options: how to train.
+        final_seeds: seeds of the final runs on all images.
+        hold_out: number of held-out images; by default that of the recipe, else a tenth of the
+            training images (CIFAR 5,000, ImageNet 50,000), and at least one per class.
+        with_baseline: also train cross entropy on the same split, for comparison.
+        options: how to run the training.
 
     Returns:
-        The result, or None in a process that does not write.
+        The result; None on ranks other than 0.
     """
     options = options or Options()
     begun = start or RECIPES.get(name or "", recipe)
@@ -125,11 +97,11 @@ def search(
 
     recipe = replace(recipe, hold_out=hold_out)
     tried = [replace(recipe, lambda_0=float(lambda_0)) for lambda_0 in candidates]
-    if not options.resume:  # a run in the way of the last training is found before the first
+    if not options.resume:  # find existing runs of the final training now, not after hours
         final_names = [named(replace(one, hold_out=0)) for one in tried]
         require_free(options.out / one / str(seed) for one in final_names for seed in final_seeds)
     shown = [recipe.baseline()] if with_baseline else []
-    with join_processes(options.device):  # one group for both trainings
+    with join_processes(options.device):  # one process group for both trainings
         trials = _trials([*shown, *tried], named, seeds, options)
         number = torch.tensor(_best(trials[len(shown) :]) if trials else 0)
         distributed.broadcast([number])  # only rank 0 has the records
@@ -145,7 +117,7 @@ def search(
 
 
 def search_table(result: SearchResult) -> str:
-    """The result as text: the candidates, which is chosen, and its test error."""
+    """The candidates, the chosen one and its test error, as text."""
     rows = []
     for trial in result.trials:
         isda = trial.recipe.method == "isda"
@@ -164,38 +136,6 @@ def search_table(result: SearchResult) -> str:
     )
 
 
-def main(arguments: list[str]) -> None:
-    """Choose λ₀ on held-out training images, then train on all and tell the test error."""
-    given, start, name = parse(_Arguments, "search", arguments, description=main.__doc__ or "")
-    if given.recipe.method == "isda" and given.recipe.lambda_0 != start.lambda_0:
-        raise InputError("lambda_0 is what is searched for: give its values as --candidates")
-    result = search(
-        given.recipe,
-        name,
-        start=start,
-        candidates=given.candidates,
-        seeds=given.seeds,
-        final_seeds=given.final_seeds,
-        with_baseline=given.with_baseline,
-        options=given.options,
-    )
-    if result is not None:
-        print(f"{search_table(result)}\n{result.record}")
-
-
-@dataclass(frozen=True)
-class _Arguments(Arguments):
-    candidates: tuple[float, ...] | None = None
-    """Values of lambda_0; if not given 0.1 0.25 0.5 0.75 1, for imagenet 1 2.5 5 7.5 10. Without
-    --hold-out a tenth of the training images is held out (of ImageNet 50,000)."""
-
-    final_seeds: tuple[int, ...] = (0, 1, 2)
-    """One run on all images for each seed."""
-
-    with_baseline: bool = False
-    """Train plain cross entropy beside the candidates."""
-
-
 _CANDIDATES = (0.1, 0.25, 0.5, 0.75, 1.0)  # these and the next: Section 4.1
 _IMAGENET_CANDIDATES = (1.0, 2.5, 5.0, 7.5, 10.0)
 _HOLD_OUT = {"cifar10": 5_000, "cifar100": 5_000, "imagenet": 50_000}
@@ -206,32 +146,31 @@ def _trials(
     named: Callable[[Recipe], str],
     seeds: Sequence[int],
     options: Options,
-) -> list[Trial]:
-    """Train every recipe with every seed, all at once; empty in a process that does not write."""
+) -> list[Side]:
+    """Train every recipe with every seed in one go; empty on ranks other than 0."""
     plans = [Plan(named(recipe), recipe, seed) for recipe in recipes for seed in seeds]
-    runs = iter(train(plans, options))
-    trials = [Trial(named(recipe), recipe, tuple(islice(runs, len(seeds)))) for recipe in recipes]
-    return [trial for trial in trials if trial.runs]
+    runs = train(plans, options)
+    return [create_side(runs, named(recipe)) for recipe in recipes] if runs else []
 
 
-def _best(trials: Sequence[Trial]) -> int:
-    """Number of the trial with the lowest mean error; of equal ones, that with the lowest λ₀."""
+def _best(trials: Sequence[Side]) -> int:
+    """Index of the trial with the lowest mean error; ties go to the smallest λ₀."""
     least = min(trial.error.mean for trial in trials)
     best = [n for n, trial in enumerate(trials) if trial.error.mean < least + RESOLUTION]
     return min(best, key=lambda n: trials[n].recipe.lambda_0)
 
 
 def _record(result: SearchResult, out: Path) -> dict[str, Any]:
-    def entry(trial: Trial) -> dict[str, Any]:
+    def entry(trial: Side) -> dict[str, Any]:
         return {
             "name": trial.name,
             "method": trial.recipe.method,
             "lambda_0": trial.recipe.lambda_0,
             "mean": trial.error.mean,
             "std": trial.error.std,
-            "seeds": [run.seed for run in trial.runs],
-            "errors": trial.errors,
-            "runs": [run.folder.relative_to(out).as_posix() for run in trial.runs],
+            "seeds": list(trial.runs),
+            "errors": list(trial.errors.values()),
+            "runs": [run.folder.relative_to(out).as_posix() for run in trial.runs.values()],
         }
 
     return {

@@ -1,54 +1,39 @@
-"""The paper's networks by name (Section 5, Appendix B), and any model of timm as ``timm:NAME``."""
+"""The paper's networks by name (Section 5, Appendix B), and timm models as ``timm:NAME``."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import torch
 
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.networks.densenet import densenet_bc100_12, densenet_bc190_40
-from isda.experiments.networks.imagenet import (
-    densenet121,
-    densenet265,
-    resnet50,
-    resnet101,
-    resnet152,
-    resnext50_32x4d,
-    resnext101_32x8d,
-)
 from isda.experiments.networks.network import Network
-from isda.experiments.networks.resnet import resnet8, resnet32, resnet110, se_resnet110
-from isda.experiments.networks.resnext import resnext29_8x64d
-from isda.experiments.networks.shake_shake import shake_shake26_2x32d, shake_shake26_2x112d
-from isda.experiments.networks.stochastic import bind_draws
-from isda.experiments.networks.wide_resnet import wide_resnet16_8, wide_resnet28_10
+from isda.experiments.networks.stochastic import bind_key
 
-__all__ = ["NETWORKS", "Network", "bind_draws", "create_network", "own_image_size"]
+__all__ = ["NETWORKS", "Network", "bind_key", "create_network", "own_image_size"]
 
-NETWORKS: Mapping[str, Callable[..., Network]] = {
-    builder.__name__: builder
-    for builder in (
-        resnet8,
-        resnet32,
-        resnet110,
-        se_resnet110,
-        wide_resnet16_8,
-        wide_resnet28_10,
-        resnext29_8x64d,
-        densenet_bc100_12,
-        densenet_bc190_40,
-        shake_shake26_2x32d,
-        shake_shake26_2x112d,
-        resnet50,
-        resnet101,
-        resnet152,
-        densenet121,
-        densenet265,
-        resnext50_32x4d,
-        resnext101_32x8d,
-    )
+NETWORKS = {
+    "resnet8": "resnet",
+    "resnet32": "resnet",
+    "resnet110": "resnet",
+    "se_resnet110": "resnet",
+    "wide_resnet16_8": "wide_resnet",
+    "wide_resnet28_10": "wide_resnet",
+    "resnext29_8x64d": "resnext",
+    "densenet_bc100_12": "densenet",
+    "densenet_bc190_40": "densenet",
+    "shake_shake26_2x32d": "shake_shake",
+    "shake_shake26_2x112d": "shake_shake",
+    "resnet50": "imagenet",
+    "resnet101": "imagenet",
+    "resnet152": "imagenet",
+    "densenet121": "imagenet",
+    "densenet265": "imagenet",
+    "resnext50_32x4d": "imagenet",
+    "resnext101_32x8d": "imagenet",
 }
+"""Names of the networks, and the module with the function of that name."""
 
 
 def create_network(
@@ -63,11 +48,10 @@ def create_network(
 
     Args:
         name: a key of ``NETWORKS``, or ``timm:NAME``.
-        num_classes: C, the number of logits.
-        in_channels: channels of the images; the ImageNet networks take 3.
-        drop_rate: dropout rate of the networks that have a place for it: not ResNeXt, Shake-Shake
-            and the ImageNet ResNets.
-        generator: CPU generator that the initial weights are a function of; torch's own if None.
+        num_classes: number of classes C.
+        in_channels: channels of the images; the ImageNet networks require 3.
+        drop_rate: dropout rate; ResNeXt, Shake-Shake and the ImageNet ResNets have no dropout.
+        generator: CPU generator of the initial weights; by default torch's global one.
 
     Example:
         >>> network = create_network("resnet32", num_classes=100)
@@ -96,19 +80,21 @@ def create_network(
 
 
 def own_image_size(name: str) -> int | None:
-    """Side of the images that a model of timm is made for; None if the network takes any."""
+    """Image size that a timm model was designed for; None for other networks."""
     if not name.startswith("timm:"):
         return None
-    from isda.experiments.networks.timm import image_size  # slow to import, seldom needed
+    from isda.experiments.networks.timm import image_size  # slow to import
 
     return image_size(name.removeprefix("timm:"))
 
 
 def _builder(name: str) -> Callable[..., Network]:
     if name.startswith("timm:"):
-        from isda.experiments.networks.timm import TimmNetwork  # slow to import, seldom needed
+        from isda.experiments.networks.timm import TimmNetwork  # slow to import
 
         return partial(TimmNetwork, name.removeprefix("timm:"))
     if name not in NETWORKS:
         raise unknown("network", name, NETWORKS)
-    return NETWORKS[name]
+    module = import_module(f"isda.experiments.networks.{NETWORKS[name]}")  # torchvision is slow
+    builder: Callable[..., Network] = getattr(module, name)
+    return builder

@@ -1,4 +1,4 @@
-"""Batch normalisation over the images of all ranks, so that several processes equal one."""
+"""Batch norm over the images of all ranks, so that several processes give the result of one."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ __all__ = ["synchronize_batch_norm"]
 
 
 def synchronize_batch_norm(network: nn.Module, device: torch.device) -> nn.Module:
-    """Let every batch normalisation of a network see the images of all ranks, on CPUs, too."""
+    """Synchronise every batch norm of a network over all ranks, also on CPUs."""
     if device.type == "cuda":
-        from timm.layers import convert_sync_batchnorm  # torch's own drops timm's activations
+        from timm.layers import convert_sync_batchnorm  # torch's converter drops timm's activations
 
         return convert_sync_batchnorm(network)
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
-            active = hasattr(module, "act")  # timm's layers may go on with an activation
+            active = hasattr(module, "act")  # timm's layers may include an activation
             module.__class__ = _RankedBatchNormAct2d if active else _RankedBatchNorm2d
     return network
 
 
 class _RankedBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm2d whose mean and variance in training are those of all ranks' images."""
+    """BatchNorm2d that takes mean and variance over all ranks in training."""
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -32,10 +32,10 @@ class _RankedBatchNorm2d(nn.BatchNorm2d):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         assert self.momentum is not None
-        x = input.float()  # moments of bfloat16 images, too
+        x = input.float()  # moments in float32, also for bfloat16 images
         number = x.new_tensor(float(x.numel() // x.shape[1]))
         dist.all_reduce(number)
-        if number <= 1:  # as torch does
+        if number <= 1:  # as in torch
             raise ValueError("Expected more than 1 value per channel when training")
         mean = _SumOverRanks.apply(x.sum((0, 2, 3))) / number  # (C,)
         centred = x - mean[:, None, None]
@@ -49,7 +49,7 @@ class _RankedBatchNorm2d(nn.BatchNorm2d):
 
 
 class _RankedBatchNormAct2d(_RankedBatchNorm2d):
-    """The same in place of timm's BatchNormAct2d."""
+    """The same for timm's BatchNormAct2d."""
 
     drop: nn.Module
     act: nn.Module
@@ -59,7 +59,7 @@ class _RankedBatchNormAct2d(_RankedBatchNorm2d):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over ranks whose gradient is the sum over ranks of the gradients."""
+    """Sum over ranks; the gradient is the sum of the gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """DenseNet-BC for CIFAR (Huang et al., 2017): bottlenecks, compression 0.5, a stem of 2k channels.
 
-The authors' code has a stem of 24 channels whatever the growth rate k; the paper's parameter counts
-belong to 2k.
+The authors' code has a stem of 24 channels for any growth rate k, but the parameter counts in the
+paper are those of 2k.
 """
 
 import torch
@@ -29,9 +29,9 @@ def densenet_bc190_40(
 
 
 class DenseLayer(nn.Module):
-    """Appends ``growth`` channels, made through a bottleneck of four times as many, to its input.
+    """Concatenates ``growth`` new channels, computed by a bottleneck of 4 × growth, to its input.
 
-    Dropout, if any, follows each of the two convolutions.
+    Dropout, if enabled, follows each of the two convolutions.
     """
 
     def __init__(self, in_channels: int, growth: int, *, drop_rate: float = 0.0) -> None:

@@ -1,7 +1,7 @@
 """The ImageNet networks of Table 1, built from torchvision's classes.
 
-torchvision's ResNets have the stride in the 3×3 convolution, like the authors'. Parameters keep
-torchvision's names, except that the linear layer is ``head``.
+torchvision's ResNets have the stride in the 3×3 convolution, as in the authors' code. Parameters
+keep torchvision's names, except that the linear layer is ``head``.
 """
 
 from typing import Any, cast
@@ -68,7 +68,7 @@ class _Torchvision(Network):
 
     def _take_head(self, name: str) -> None:
         self.head = cast(nn.Linear, self.get_submodule(name))
-        self.add_module(name, nn.Identity())  # torchvision's forward then ends at the features
+        self.add_module(name, nn.Identity())  # so that torchvision's forward returns the features
 
     def get_classifier(self) -> nn.Linear:
         return self.head
@@ -88,15 +88,15 @@ class _DenseNet(_Torchvision, models.DenseNet):
         models.DenseNet.__init__(self, *args, **options)
         self._take_head("classifier")
         self.head.reset_parameters()
-        initialise_convolutions(self)  # torchvision starts from fan-in, the authors from fan-out
+        initialise_convolutions(self)  # fan-out as in the authors' code; torchvision uses fan-in
         if drop_rate:
             for layer in [module for module in self.modules() if hasattr(module, "conv2")]:
                 layer.dropout = Dropout(drop_rate)
                 layer.register_forward_hook(_drop)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        # torchvision's blocks join all earlier outputs anew in each layer: the same numbers, but
-        # torch.compile then takes twice as long for DenseNet-265
+        # torchvision's blocks concatenate all earlier outputs in every layer, which gives the same
+        # result, but makes torch.compile take twice as long for DenseNet-265
         for part in self.get_submodule("features").children():
             if isinstance(part, nn.ModuleDict):  # a dense block
                 for layer in part.values():

@@ -1,7 +1,7 @@
-"""What every network of the evaluation offers, and the parts the CIFAR networks share (Appendix B).
+"""Interface of all networks, and parts that the CIFAR networks share (Appendix B).
 
-Initialisation follows the authors' code: convolutions N(0, 2 / fan), batch normalisation 1 and 0,
-linear layers as torch leaves them.
+Initialisation follows the authors' code: convolutions N(0, 2 / fan), batch norm 1 and 0, linear
+layers with torch's default.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ Fan = Literal["fan_in", "fan_out"]
 
 
 class Network(nn.Module):
-    """An image classifier whose last layer is linear: ``logits = head(forward_features(images))``.
+    """Image classifier with a linear head: ``logits = head(forward_features(images))``.
 
     Shape:
         images (N, channels, height, width); features (N, A); logits (N, C).
     """
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Features (N, A) directly in front of the linear head."""
+        """Features (N, A), the input of the linear head."""
         raise NotImplementedError
 
     def get_classifier(self) -> nn.Linear:
@@ -34,27 +34,27 @@ class Network(nn.Module):
         return self.get_classifier()(self.forward_features(x))
 
     def check(self, images: Tensor, logits: Tensor) -> None:
-        """Raise InputError if the logits of these images are not the network's own."""
+        """Raise InputError if ``logits = head(forward_features(images))`` does not hold."""
 
     @property
     def num_features(self) -> int:
-        """A, the width of the features."""
+        """Number of features A."""
         return self.get_classifier().in_features
 
     @property
     def num_classes(self) -> int:
-        """C, the number of logits."""
+        """Number of classes C."""
         return self.get_classifier().out_features
 
 
 class ConvNetwork(Network):
-    """Convolutional body, global average pooling, linear head: the form of every CIFAR network.
+    """Convolutional body, global average pooling and linear head, as in all CIFAR networks.
 
     Args:
         body: maps images to (N, A, height, width).
-        num_features: A.
-        num_classes: C.
-        fan: ``"fan_out"`` or ``"fan_in"``, what scales the convolutions' initial weights.
+        num_features: number of features A.
+        num_classes: number of classes C.
+        fan: ``"fan_out"`` or ``"fan_in"``, which scales the initial weights of convolutions.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ConvNetwork(Network):
 def conv(
     in_channels: int, out_channels: int, kernel_size: int = 3, *, stride: int = 1, groups: int = 1
 ) -> nn.Conv2d:
-    """Convolution without bias (a batch normalisation follows) that keeps the size at stride 1."""
+    """Convolution with padding and without bias, since batch norm follows."""
     padding = kernel_size // 2
     return nn.Conv2d(
         in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False
@@ -85,7 +85,7 @@ def conv(
 def stages(
     block: Callable[[int, int, int], nn.Module], in_channels: int, widths: Sequence[int], depth: int
 ) -> nn.Sequential:
-    """One stage of ``depth`` blocks per width; every stage but the first halves the resolution.
+    """Stages of ``depth`` blocks, one per width; all but the first halve the resolution.
 
     ``block(in_channels, out_channels, stride)`` builds a block.
     """
@@ -98,7 +98,7 @@ def stages(
 
 
 def initialise_convolutions(module: nn.Module, fan: Fan = "fan_out") -> None:
-    """Draw every convolution from N(0, 2 / fan); fan_out is kernel area × output channels."""
+    """Initialise every convolution with N(0, 2 / fan); fan_out is kernel area × out_channels."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode=fan, nonlinearity="relu")

@@ -1,7 +1,7 @@
 """ResNet for CIFAR (He et al., 2016) and its squeeze-and-excitation form (Hu et al., 2018).
 
-Post-activation, 6n + 2 layers; the shortcut is a 1×1 convolution with batch normalisation where the
-shape changes.
+Post-activation, 6n + 2 layers; where the shape changes, the shortcut is a 1×1 convolution with
+batch norm.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ __all__ = ["BasicBlock", "SqueezeExcitation", "resnet8", "resnet32", "resnet110"
 
 
 def resnet8(*, num_classes: int, in_channels: int = 3, drop_rate: float = 0.0) -> ConvNetwork:
-    """ResNet-8, the smallest of the family; not in the paper, for the bundled digits."""
+    """ResNet-8, the smallest of the family; not in the paper, used for the digits."""
     return _resnet(8, num_classes, in_channels, drop_rate)
 
 
@@ -37,7 +37,7 @@ def se_resnet110(*, num_classes: int, in_channels: int = 3, drop_rate: float = 0
 
 
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions beside a shortcut; dropout, if any, between them."""
+    """Two 3×3 convolutions and a shortcut, with optional dropout between the convolutions."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class BasicBlock(nn.Module):
 
 
 class SqueezeExcitation(nn.Module):
-    """Scales each channel by a number in (0, 1) that depends on the means of all channels."""
+    """Scales each channel by a factor in (0, 1) computed from the means of all channels."""
 
     def __init__(self, channels: int, reduction: int) -> None:
         super().__init__()

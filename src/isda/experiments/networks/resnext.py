@@ -1,4 +1,4 @@
-"""ResNeXt for CIFAR (Xie et al., 2017): 9n + 2 layers in bottlenecks with a grouped convolution."""
+"""ResNeXt for CIFAR (Xie et al., 2017): 9n + 2 layers, bottlenecks with grouped convolutions."""
 
 from functools import partial
 
@@ -16,10 +16,10 @@ def resnext29_8x64d(*, num_classes: int, in_channels: int = 3) -> ConvNetwork:
 
 
 class GroupedBottleneck(nn.Module):
-    """1×1, grouped 3×3 and 1×1 convolution beside a shortcut.
+    """1×1, grouped 3×3 and 1×1 convolution, and a shortcut.
 
-    A group is ``base_width`` channels wide in the first stage, whose blocks put out 256, and in
-    proportion in the others.
+    A group has ``base_width`` channels in the first stage, which has 256 output channels, and
+    proportionally more in the later stages.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Shake-Shake for CIFAR (Gastaldi, 2017): two branches that are mixed at random, image by image.
+"""Shake-Shake for CIFAR (Gastaldi, 2017): two branches with random weights per image.
 
-The ReLU stands in front of each branch, so that an unchanged shortcut carries negative values too.
+The ReLU is at the start of each branch, so identity shortcuts also carry negative values.
 """
 
 import torch
@@ -24,7 +24,7 @@ def shake_shake26_2x112d(*, num_classes: int, in_channels: int = 3) -> ConvNetwo
 
 
 class ShakeBlock(nn.Module):
-    """Two residual branches in a random mixture beside a shortcut."""
+    """Random mixture of two residual branches, and a shortcut."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ShakeBlock(nn.Module):
 
 
 class ShiftedShortcut(nn.Module):
-    """Half of the channels from every stride-th pixel, half from those up and left of it."""
+    """Half of the channels from every stride-th pixel, half from its upper left neighbour."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""The random layers: dropout of elements and of branches, and the mixture of Shake-Shake.
+"""Random layers: dropout, stochastic depth and Shake-Shake.
 
-Unbound, they draw from torch's global generator. Bound by `bind_draws`, they draw from a key that
-the training loop sets before each step. A number is then a function of key, layer and the image's
-place in the global batch: the same alone or beside other runs, on one rank or on several.
+By default they use torch's global generator. After :func:`bind_key` they use a key that the
+training loop sets before each step. Random numbers then depend only on the key, the layer and the
+index of the image in the global batch, so they are the same with other runs side by side and on
+several ranks.
 """
 
 import math
@@ -12,27 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda.experiments import draws
+from isda.experiments.data import counter_rng
 
-__all__ = ["DropPath", "Dropout", "ShakeShake", "bind_draws"]
+__all__ = ["DropPath", "Dropout", "ShakeShake", "bind_key"]
 
 
 class _RandomLayer(nn.Module):
-    """A layer that draws numbers for each image of the batch."""
+    """A layer with random numbers for each image of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.key: Tensor | None = None  # kept by reference, not a buffer: the loop owns it
-        self.stream = 0  # tells the layers of a network apart
-        self.offset = 0  # images of the global batch in front of this rank's
+        self.key: Tensor | None = None  # a reference, not a buffer: the training loop owns it
+        self.stream = 0  # index of the layer in the network
+        self.offset = 0  # images of the global batch on lower ranks
 
     def uniform(self, shape: tuple[int, ...], key: Tensor) -> Tensor:
         start = self.offset * math.prod(shape[1:])
-        return draws.uniform(shape, draws.fold(key, self.stream), start=start)
+        return counter_rng.uniform(shape, counter_rng.fold(key, self.stream), start=start)
 
 
 class Dropout(_RandomLayer):
-    """Zeroes each element with probability ``drop_rate``, scales others by 1 / (1 - drop_rate)."""
+    """Zeroes elements with probability ``drop_rate`` and scales the rest by 1 / (1 - drop_rate)."""
 
     def __init__(self, drop_rate: float) -> None:
         super().__init__()
@@ -44,16 +45,16 @@ class Dropout(_RandomLayer):
         if self.key is None:
             return F.dropout(x, self.drop_rate)
         kept = self.uniform(tuple(x.shape), self.key) >= self.drop_rate
-        return x * kept * (1 / (1 - self.drop_rate))  # in this order it keeps x's memory format
+        return x * kept * (1 / (1 - self.drop_rate))  # this order keeps the memory format of x
 
     def extra_repr(self) -> str:
         return f"drop_rate={self.drop_rate}"
 
 
 class DropPath(Dropout):
-    """Zeroes all of an image with probability ``drop_rate``, scales others by 1 / (1 - drop_rate).
+    """Zeroes whole images with probability ``drop_rate``, scales the rest by 1 / (1 - drop_rate).
 
-    Stochastic depth (Huang et al., 2016), at the end of a branch.
+    Stochastic depth (Huang et al., 2016), at the end of a residual branch.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,11 +69,10 @@ class DropPath(Dropout):
 
 
 class ShakeShake(_RandomLayer):
-    """Mixture of two branches by a random weight per image (Gastaldi, 2017).
+    """Mixes two branches with a random weight per image (Gastaldi, 2017).
 
-    A second weight mixes the gradient.
-
-    Forward ``α x1 + (1 - α) x2``, backward ``β`` and ``1 - β``; in evaluation the mean.
+    The forward pass is ``α x1 + (1 - α) x2``; the backward pass uses an independent weight ``β``
+    instead of ``α``. In eval mode both weights are ½.
     """
 
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
@@ -87,14 +87,14 @@ class ShakeShake(_RandomLayer):
         return _Shake.apply(x1, x2, weights[:, 0], weights[:, 1])
 
 
-def bind_draws(network: nn.Module, key: Tensor | None, *, offset: int = 0) -> int:
-    """Let every random layer of a network draw from a key; returns how many there are.
+def bind_key(network: nn.Module, key: Tensor | None, *, offset: int = 0) -> int:
+    """Make the random layers of a network use a key; return the number of such layers.
 
     Args:
-        network: its layers of the kinds in this file are bound, each to a stream of its own.
-        key: int64 scalar on the network's device, kept by reference: write each step's key into it.
-            None goes back to torch's global generator.
-        offset: number of images of the global batch in front of this rank's slice.
+        network: network with layers of this module.
+        key: int64 scalar on the device of the network, kept by reference: write the key of every
+            step into it. None restores torch's global generator.
+        offset: number of images of the global batch on lower ranks.
     """
     layers = [module for module in network.modules() if isinstance(module, _RandomLayer)]
     for stream, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Any image model of timm, as ``timm:NAME``."""
+"""timm models, as ``timm:NAME``."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ __all__ = ["TimmNetwork", "image_size"]
 
 
 class TimmNetwork(Network):
-    """An image model of timm, not pretrained; dropout, if any, in front of its linear head.
+    """A timm model without pretrained weights, with optional dropout before its linear head.
 
-    A head that is a 1×1 convolution of pooled features becomes the linear layer that it equals.
-    Dropout and stochastic depth, which some models switch on, become layers of our own, whose draws
-    are a function of seed and step.
+    A head that is a 1×1 convolution is replaced by the equivalent linear layer. Dropout and
+    stochastic depth, which some models enable, are replaced by the layers of
+    :mod:`~isda.experiments.networks.stochastic`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TimmNetwork(Network):
             self.model: Any = timm.create_model(
                 name, num_classes=num_classes, in_chans=in_channels, drop_rate=0.0
             )
-        except Exception as error:  # models differ in what they take
+        except Exception as error:  # models raise different errors
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"timm:{name} cannot be built: {reason}") from error
         _own_random_layers(self.model)
@@ -46,7 +46,7 @@ class TimmNetwork(Network):
         elif not isinstance(classifier, nn.Linear):
             kind = type(classifier).__name__
             raise InputError(
-                f"timm:{name} must end in one nn.Linear or 1×1 nn.Conv2d, its head is a {kind}"
+                f"timm:{name} must end in an nn.Linear or a 1×1 nn.Conv2d, but ends in a {kind}"
             )
         self.dropout = Dropout(drop_rate) if drop_rate else None
 
@@ -57,22 +57,22 @@ class TimmNetwork(Network):
     def forward(self, x: Tensor) -> Tensor:
         try:
             return super().forward(x)
-        except AssertionError as error:  # some models refuse a size without a word
-            reason = str(error) or f"the model is made for size {image_size(self.name)}"
+        except AssertionError as error:  # some models reject an image size without a message
+            reason = str(error) or f"the model was designed for size {image_size(self.name)}"
             raise ValueError(reason) from error
 
     def check(self, images: Tensor, logits: Tensor) -> None:
-        """Refuse a model that does more than to hand its features to its head."""
+        """Raise InputError unless the logits are the linear head applied to the features."""
         with _called(self.model) as by_timm:
             expected = self.model(images)
         with _called(self.model) as here:
             self(images)
         same = torch.allclose(expected, logits, rtol=1e-3, atol=1e-3)
-        # a fresh batch normalisation in front of the head changes nothing, but is one layer more
+        # an untrained batch norm before the head does not change the output, but is called
         if not same or by_timm != here:
             raise InputError(
-                f"timm:{self.name} must give what its linear head makes of its features, as ISDA "
-                "takes for granted, but adds something to it"
+                f"timm:{self.name} must end in a linear layer: ISDA needs its weight and input, "
+                "but it changes the features or the logits in another way"
             )
 
     def get_classifier(self) -> nn.Linear:
@@ -80,16 +80,16 @@ class TimmNetwork(Network):
 
 
 def image_size(name: str) -> int | None:
-    """Side of the images that a model is made for; None for a name that timm does not know."""
+    """Image size that a model was designed for; None if timm does not know the name."""
     try:
         configuration = timm.get_pretrained_cfg(name)
-    except RuntimeError:  # the name of a model with another's tag
+    except RuntimeError:  # the tag belongs to another model
         return None
     return None if configuration is None else configuration.input_size[-1]
 
 
 def _own_random_layers(model: nn.Module) -> None:
-    """Replace the random layers of a model that do something."""
+    """Replace active dropout and stochastic depth layers by ours."""
     for path, layer in [*model.named_modules()]:
         if isinstance(layer, nn.Dropout) and layer.p:
             model.set_submodule(path, Dropout(layer.p))
@@ -99,7 +99,7 @@ def _own_random_layers(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _called(model: nn.Module) -> Iterator[set[str]]:
-    """Names of the layers with parameters or statistics that are called meanwhile."""
+    """Record the names of the layers with parameters or buffers that are called."""
     names: set[str] = set()
     with contextlib.ExitStack() as hooks:
         for name, layer in model.named_modules():
@@ -111,14 +111,14 @@ def _called(model: nn.Module) -> Iterator[set[str]]:
 
 
 class _PooledLinear(nn.Linear):
-    """A linear layer that takes pooled features as they are, (N, A, 1, 1), too."""
+    """Linear layer that also accepts pooled features of shape (N, A, 1, 1)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(1))
 
 
 def _linear(conv: nn.Conv2d) -> nn.Linear:
-    """The linear layer of (N, A) that a 1×1 convolution is for (N, A, 1, 1)."""
+    """Linear layer that is equivalent to a 1×1 convolution."""
     weight = conv.weight.detach().flatten(1)
     linear = _PooledLinear(
         conv.in_channels, conv.out_channels, conv.bias is not None, weight.device

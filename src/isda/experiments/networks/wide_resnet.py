@@ -1,6 +1,6 @@
 """Wide ResNet for CIFAR (Zagoruyko and Komodakis, 2016).
 
-Pre-activation, 6n + 4 layers, a 1×1 convolution as shortcut where the shape changes.
+Pre-activation, 6n + 4 layers; where the shape changes, the shortcut is a 1×1 convolution.
 """
 
 from functools import partial
@@ -24,14 +24,14 @@ def wide_resnet16_8(
 def wide_resnet28_10(
     *, num_classes: int, in_channels: int = 3, drop_rate: float = 0.0
 ) -> ConvNetwork:
-    """Wide-ResNet-28-10: 36.5 M parameters, A = 640; the paper's rows have drop_rate 0.3."""
+    """Wide-ResNet-28-10: 36.5 M parameters, A = 640; the paper uses drop_rate 0.3."""
     return _wide_resnet(28, 10, num_classes, in_channels, drop_rate)
 
 
 class PreactivationBlock(nn.Module):
-    """Normalisation and ReLU before each of two 3×3 convolutions; dropout, if any, between them.
+    """Batch norm and ReLU before each of two 3×3 convolutions, with optional dropout between.
 
-    Where the shape changes the shortcut starts behind the first activation.
+    Where the shape changes, the shortcut starts after the first activation.
     """
 
     def __init__(

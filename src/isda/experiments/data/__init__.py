@@ -1,0 +1,1 @@
+"""Data sets, augmentation and the random numbers of a run."""

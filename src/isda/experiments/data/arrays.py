@@ -1,0 +1,303 @@
+"""Data sets (Section 4.1): digits and CIFAR as arrays on the device, or folders of images."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isda.experiments.data import counter_rng
+from isda.experiments.errors import InputError, unknown
+
+if TYPE_CHECKING:
+    from isda.experiments.data.folders import FolderImages
+
+__all__ = [
+    "DATA",
+    "ImageArrays",
+    "epoch_order",
+    "load_data",
+    "normalize",
+    "rank_slice",
+    "split",
+    "steps_per_epoch",
+]
+
+DATA = ("digits", "cifar10", "cifar100", "imagenet", "imagefolder:PATH")
+
+_CIFAR_MEAN = (125.3 / 255, 123.0 / 255, 113.9 / 255)
+_CIFAR_STD = (63.0 / 255, 62.1 / 255, 66.7 / 255)
+_CIFAR_CLASSES = {
+    "cifar10": "airplane automobile bird cat deer dog frog horse ship truck",
+    "cifar100": """
+        apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus
+        butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch
+        crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house
+        kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle
+        mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree
+        plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark
+        shrew skunk skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table
+        tank telephone television tiger tractor train trout tulip turtle wardrobe whale
+        willow_tree wolf woman worm
+    """,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ImageArrays:
+    """A data set that is completely in the memory of one device."""
+
+    name: str
+    train_images: Tensor  # uint8 (N, C, H, W)
+    train_target: Tensor  # int64 (N,)
+    test_images: Tensor
+    test_target: Tensor
+    mean: tuple[float, ...]  # per channel, of images scaled to [0, 1]
+    std: tuple[float, ...]
+    class_names: tuple[str, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes C."""
+        return len(self.class_names)
+
+    def to(self, device: torch.device | str) -> "ImageArrays":
+        """Copy of the data set on another device."""
+        return replace(
+            self,
+            train_images=self.train_images.to(device),
+            train_target=self.train_target.to(device),
+            test_images=self.test_images.to(device),
+            test_target=self.test_target.to(device),
+        )
+
+    def hold_out(self, number: int = 5000, *, seed: int = 0) -> "ImageArrays":
+        """Validation split: hold out ``number`` training images and use them as test images.
+
+        The split is stratified by class and depends only on ``seed``.
+        """
+        kept, held = (
+            part.to(self.train_target.device)
+            for part in split(self.train_target, number, seed=seed)
+        )
+        return replace(
+            self,
+            train_images=self.train_images[kept],
+            train_target=self.train_target[kept],
+            test_images=self.train_images[held],
+            test_target=self.train_target[held],
+        )
+
+
+def load_data(
+    spec: str,
+    *,
+    root: str | Path | None = None,
+    download: bool = False,
+    skip_unreadable: bool = False,
+    image_size: int = 224,
+    workers: int | None = None,
+) -> "ImageArrays | FolderImages":
+    """Load a data set by name.
+
+    - ``digits`` comes with scikit-learn; one image in five is used for testing.
+    - ``cifar10`` and ``cifar100`` are read from ``root/cifar100.npz`` (``train_images`` of shape
+      (N, 32, 32, 3), ``train_labels``, ``test_images``, ``test_labels``) or from the folder that
+      torchvision makes in ``root``.
+    - ``imagenet`` is ``root`` with ``train/`` and ``val/``.
+    - ``imagefolder:PATH`` has one folder per class in ``PATH/train`` (or ``training``) and in the
+      first of ``PATH/val``, ``valid``, ``validation``, ``test``, in upper or lower case. If there
+      is no such folder for testing, or if the classes are in ``PATH`` itself, one image in five of
+      each class is used for testing.
+
+    Args:
+        spec: one of ``DATA``.
+        root: folder of CIFAR (default ``data``) or ImageNet.
+        download: download CIFAR to ``root`` with torchvision if it is missing.
+        skip_unreadable: skip files that cannot be decoded instead of raising an error.
+        image_size: side of the crops of image files.
+        workers: processes that decode image files; by default one per CPU core, at most 16.
+    """
+    kind, _, path = spec.partition(":")
+    if kind == "digits" and not path:
+        return _load_digits()
+    if kind in _CIFAR_CLASSES and not path:
+        return _load_cifar(kind, Path("data" if root is None else root), download=download)
+    if spec != "imagenet" and kind != "imagefolder":
+        raise unknown("data set", spec, DATA)
+    if spec == "imagenet" and root is None:
+        raise InputError("imagenet needs --data-root, the folder with train/ and val/")
+    if kind == "imagefolder" and not path:
+        raise InputError("imagefolder needs a path, such as imagefolder:photos")
+
+    from isda.experiments.data.folders import load_folder  # imports torchvision
+
+    return load_folder(
+        Path(path or root or "").expanduser(),
+        name=spec,
+        image_size=image_size,
+        workers=_processors() if workers is None else workers,
+        skip_unreadable=skip_unreadable,
+        # checking the 1.3 million files of ImageNet takes as long as an epoch
+        check=kind == "imagefolder" or skip_unreadable,
+    )
+
+
+def normalize(
+    images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """``(images / 255 - mean) / std`` of uint8 images, in float32; can be captured.
+
+    Shape:
+        images (N, C, H, W), mean and std of length C; output (N, C, H, W) of ``dtype``.
+    """
+    scale = [1 / (255 * s) for s in std]
+    shift = [-m / s for m, s in zip(mean, std, strict=True)]
+    return (images * _channels(scale, images) + _channels(shift, images)).to(dtype)
+
+
+def epoch_order(number: int, key: Tensor) -> Tensor:
+    """Order of ``number`` images in an epoch: a random permutation."""
+    return counter_rng.permutation(number, key)
+
+
+def steps_per_epoch(number: int, batch_size: int) -> int:
+    """Number of batches in an epoch, including a smaller last one."""
+    return -(-number // batch_size)
+
+
+def rank_slice(number: int, *, rank: int, world: int) -> slice:
+    """Contiguous part of a batch for a rank; the sizes differ by at most one."""
+    return slice(number * rank // world, number * (rank + 1) // world)
+
+
+def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Indices to keep and ``number`` indices to hold out, stratified by class.
+
+    Shape:
+        target (N,); outputs (N - number,) and (number,), ascending, on the CPU.
+    """
+    if not 0 < number < len(target):
+        raise InputError(
+            f"number of images to hold out must be between 1 and {len(target) - 1}, got {number}"
+        )
+    target = target.cpu()
+    order = counter_rng.permutation(len(target), counter_rng.key(seed, _SPLIT))
+    order = order[target[order].argsort(stable=True)]  # sorted by class, random within a class
+    count = torch.bincount(target)
+    place = torch.arange(len(target)) - (count.cumsum(0) - count)[target[order]]
+    share = (place.double() + 0.5) / count[target[order]]  # position within its class, in [0, 1]
+    held = torch.zeros(len(target), dtype=torch.bool)
+    held[order[share.argsort(stable=True)[:number]]] = True
+    if len(target[~held].unique()) < len(target.unique()):
+        raise InputError(
+            f"hold_out must leave training images of every class, got {number} of {len(target)}"
+        )
+    return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+
+
+_SPLIT = 0x5D  # part of the key
+
+
+def _channels(values: Sequence[float], images: Tensor) -> Tensor:
+    # filled on the device, because a copy from the host cannot be captured
+    filled = [torch.full((1, 1), v, dtype=torch.float32, device=images.device) for v in values]
+    return torch.stack(filled)
+
+
+def _processors() -> int:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(16, usable or 1)
+
+
+def _load_digits() -> ImageArrays:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.from_numpy(np.rint(digits.images * (255 / 16)).astype(np.uint8))[:, None]
+    target = torch.from_numpy(digits.target.astype(np.int64))
+    kept, held = split(target, round(len(target) / 5))
+    scaled = images[kept].double() / 255
+    return ImageArrays(
+        name="digits",
+        train_images=images[kept],
+        train_target=target[kept],
+        test_images=images[held],
+        test_target=target[held],
+        mean=(scaled.mean().item(),),
+        std=(scaled.std().item(),),
+        class_names=tuple(str(name) for name in digits.target_names),
+    )
+
+
+def _load_cifar(name: str, root: Path, *, download: bool) -> ImageArrays:
+    from torchvision.datasets import CIFAR10, CIFAR100
+
+    source = CIFAR10 if name == "cifar10" else CIFAR100
+    root = root.expanduser()
+    packed, unpacked = root / f"{name}.npz", root / source.base_folder
+    if packed.is_file():
+        arrays = _read_arrays(packed, num_classes=len(_CIFAR_CLASSES[name].split()))
+    elif download or unpacked.is_dir():
+        arrays = {}
+        for part in ("train", "test"):
+            try:
+                data = source(str(root), train=part == "train", download=download)
+            except (OSError, RuntimeError) as error:
+                what = "cannot be downloaded" if download else f"in {unpacked} is damaged"
+                raise InputError(f"{name} {what}: {str(error).splitlines()[0]}") from error
+            arrays[f"{part}_images"] = data.data
+            arrays[f"{part}_labels"] = np.asarray(data.targets)
+    else:
+        raise InputError(
+            f"{name} not found: neither {packed} nor {unpacked}{os.sep}; --download gets it"
+        )
+
+    def images(part: str) -> Tensor:
+        return torch.from_numpy(arrays[f"{part}_images"]).permute(0, 3, 1, 2).contiguous()
+
+    return ImageArrays(
+        name=name,
+        train_images=images("train"),
+        train_target=torch.from_numpy(arrays["train_labels"].astype(np.int64)),
+        test_images=images("test"),
+        test_target=torch.from_numpy(arrays["test_labels"].astype(np.int64)),
+        mean=_CIFAR_MEAN,
+        std=_CIFAR_STD,
+        class_names=tuple(_CIFAR_CLASSES[name].split()),
+    )
+
+
+def _read_arrays(path: Path, *, num_classes: int) -> dict[str, np.ndarray]:
+    wanted = [f"{part}_{what}" for part in ("train", "test") for what in ("images", "labels")]
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            missing = [key for key in wanted if key not in stored]
+            arrays = {} if missing else {key: stored[key] for key in wanted}
+    except Exception as error:  # a damaged archive can fail in many ways
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if missing:
+        raise InputError(f"{path} lacks the arrays {', '.join(missing)}")
+    for part in ("train", "test"):
+        images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+        if not np.issubdtype(labels.dtype, np.integer) or labels.ndim != 1 or not labels.size:
+            raise InputError(
+                f"{part}_labels of {path} must be integers (N,), got {labels.dtype} {labels.shape}"
+            )
+        if images.dtype != np.uint8 or images.shape != (len(labels), 32, 32, 3):
+            raise InputError(
+                f"{part}_images of {path} must be uint8 ({len(labels)}, 32, 32, 3), as its labels, "
+                f"got {images.dtype} {images.shape}"
+            )
+        if part == "train" and labels.min() == labels.max():
+            raise InputError(f"train_labels of {path} must have two or more classes, got one")
+        if labels.min() < 0 or labels.max() >= num_classes:
+            raise InputError(
+                f"{part}_labels of {path} must be in [0, {num_classes}), "
+                f"got {labels.min()} to {labels.max()}"
+            )
+    return arrays

@@ -1,0 +1,21 @@
+"""The losses that ISDA is compared with (Table 4); they have the call of :class:`isda.ISDALoss`."""
+
+from isda.experiments.losses.baselines import (
+    CenterLoss,
+    CrossEntropyLoss,
+    DisturbLabelLoss,
+    FocalLoss,
+    LqLoss,
+    create_criterion,
+)
+from isda.experiments.losses.large_margin import LargeMarginLoss
+
+__all__ = [
+    "CenterLoss",
+    "CrossEntropyLoss",
+    "DisturbLabelLoss",
+    "FocalLoss",
+    "LargeMarginLoss",
+    "LqLoss",
+    "create_criterion",
+]

@@ -1,0 +1,1 @@
+"""Reports made from run records: intervals, comparisons, the paper's tables, curves and pages."""

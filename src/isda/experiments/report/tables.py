@@ -1,0 +1,231 @@
+"""Tables with our numbers: the paper's, the list of recipes, and those in Markdown files."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from isda.experiments.errors import InputError
+from isda.experiments.files import write_text
+from isda.experiments.published import PUBLISHED, Result
+from isda.experiments.recipes import RECIPES
+from isda.experiments.records import Run, Summary, load_runs
+from isda.experiments.report.comparison import (
+    Comparison,
+    Side,
+    compare,
+    comparison,
+    comparison_table,
+    create_side,
+    create_sides,
+    left_out_line,
+    pair_up,
+    verdict,
+)
+from isda.experiments.report.intervals import estimate, signed
+from isda.experiments.report.paper_tables import DASH, Cell, Table, find_cells
+from isda.experiments.report.text import markdown_rows, text_table
+
+__all__ = [
+    "cell_results",
+    "markdown_table",
+    "our_result",
+    "pair_rows",
+    "pairs",
+    "pairs_markdown",
+    "recipes_table",
+    "section",
+    "table_markdown",
+    "update_markdown",
+]
+
+
+def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
+    """A table of the paper as Markdown, with a column for our numbers next to each of its own."""
+    ours_too = [table.has_cells(column) for column in range(len(table.columns))]
+    over = [text for text, count in table.spans for _ in range(count)] or [""] * len(ours_too)
+    header: list[str] = []
+    for title, above, both in zip(table.columns, over, ours_too, strict=True):
+        twice = table.columns.count(title) > 1
+        header += [f"{above} {title}" if twice else title, *["ours (n)"] * both]
+    rows: list[list[str]] = []
+    for row in table.rows:
+        rows.append([])
+        for entry, both in zip(row, ours_too, strict=True):
+            if isinstance(entry, Cell):
+                rows[-1] += [entry.printed, our_result(entry, sides)]
+            else:
+                rows[-1] += [entry, *[""] * both]
+    return markdown_rows(header, rows, left=range(ours_too.index(True)))
+
+
+def section(table: Table, sides: Mapping[str, Side]) -> str:
+    """A table of the paper with title, legend and comparisons, as Markdown."""
+    parts = [f"## Table {table.number}. {table.title}", table_markdown(table, sides)]
+    parts.append(f"Ours: mean ± standard deviation over n seeds. {table.legend}")
+    results = pairs(table, sides)
+    return "\n\n".join([*parts, pairs_markdown(results, table.published)] if results else parts)
+
+
+def our_result(cell: Cell, sides: Mapping[str, Side]) -> str:
+    """Our number for a cell with the number of seeds, or a mark if there is none."""
+    side = sides.get(cell.recipe or "")
+    if side is None:
+        return cell.missing
+    top5 = list(side.values(lambda result: result.top5_error).values())
+    second = f" / {estimate(top5).format()}" if cell.paper.top5 is not None and top5 else ""
+    return f"{side.error.format()}{second} ({len(side.errors)})"
+
+
+def pairs(table: Table, sides: Mapping[str, Side]) -> list[Comparison]:
+    """Comparisons of a table's methods with their baselines, if there are records of both."""
+    return [
+        compare(sides[cell.baseline], sides[cell.recipe])
+        for cell in table.cells
+        if cell.baseline and cell.recipe and {cell.baseline, cell.recipe} <= sides.keys()
+    ]
+
+
+def pair_rows(
+    results: Iterable[Comparison], published: Mapping[str, Result] = PUBLISHED
+) -> list[list[str]]:
+    """Header, then one row per comparison."""
+    rows = [["recipe", "against", "paper", "ours (95 % interval)"]]
+    rows[0] += ["verdict", "error, %", "NLL", "ECE, %", "seeds"]
+    for result in results:
+        one, other = (published.get(side.name) for side in result.sides)
+        paper = signed(other.mean - one.mean) if one and other else DASH
+        counts = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
+        rows.append(
+            [
+                result.method.name,
+                _method(result.baseline.name),
+                paper,
+                signed(result.difference),
+                verdict(result.difference),
+                " → ".join(side.error.format() for side in result.sides),
+                _change(result, lambda s: s.loss, 3),
+                _change(result, lambda s: None if s.ece is None else 100 * s.ece, 2),
+                counts,
+            ]
+        )
+    return rows
+
+
+def pairs_markdown(
+    results: Iterable[Comparison], published: Mapping[str, Result] = PUBLISHED
+) -> str:
+    """Comparisons as Markdown."""
+    header, *rows = pair_rows(results, published)
+    title = "Test error minus that of the baseline, in percentage points; baseline → method:"
+    return f"{title}\n\n{markdown_rows(header, rows, left=(0, 1))}"
+
+
+def cell_results(table: Table, address: str, names: Mapping[str, str], runs: Sequence[Run]) -> str:
+    """Results of the runs of a cell next to the paper's, and comparisons with the baseline.
+
+    Args:
+        table: table of the paper.
+        address: address of the cell.
+        names: names of the runs, by recipe.
+        runs: finished runs.
+    """
+    rows, comparisons = [], []
+    for name, own in names.items():
+        side = create_side(runs, own)
+        rows.append([own, str(table.published[name]), f"{side.error.format()} ({len(side.runs)})"])
+    for cell in find_cells(table.number, address):
+        if cell.recipe and cell.baseline:
+            result = comparison(runs, names[cell.baseline], names[cell.recipe])
+            comparisons.append(f"{result.method.name}\n{comparison_table(result)}")
+    return "\n\n".join([markdown_rows(["recipe", "paper, %", "ours, % (seeds)"], rows),
+                        *comparisons])  # fmt: skip
+
+
+def recipes_table(results: Path | str | None = None) -> str:
+    """All recipes with the paper's test error and ours.
+
+    Args:
+        results: folder of run records; runs with changed settings are ignored.
+    """
+    runs = [] if results is None else load_runs(results)
+    sides, left_out = create_sides(runs)
+    rows = []
+    for name, recipe in RECIPES.items():
+        ours = f"{sides[name].error.format()} ({len(sides[name].runs)})" if name in sides else "–"
+        paper = str(PUBLISHED[name]) if name in PUBLISHED else "–"
+        rows.append([name, paper, ours, f"{recipe.lambda_0:g}", str(recipe.epochs)])
+    table = text_table(["recipe", "paper %", "ours % (runs)", "λ₀", "epochs"], rows)
+    return "\n\n".join([table, *map(left_out_line, left_out.values())])
+
+
+def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
+    """Markdown table of the ISDA recipes that have records, also of their baseline.
+
+    Args:
+        runs: run records.
+        prefix: prefix of the names of the recipes to show, such as ``cifar100-``.
+    """
+    sides, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
+    if left_out:
+        raise InputError("; ".join(left_out.values()))
+    results = [one for one in pair_up(sides.values()) if one.method.recipe.method == "isda"]
+    if not results:
+        raise InputError(f"no records of an ISDA recipe {prefix}… and its baseline")
+    rows = []
+    for result in sorted(results, key=lambda result: _order(result.method.name)):
+        paper = [str(PUBLISHED.get(side.name, DASH)) for side in result.sides]
+        ours = [side.error.format() for side in result.sides]
+        count = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
+        rows.append([f"`{result.method.name}`", *paper, *ours, signed(result.difference), count])
+    header = ["recipe", "paper: baseline", "paper: ISDA", "ours: baseline", "ours: ISDA"]
+    header += ["difference (95 % interval)", "seeds"]
+    return markdown_rows(header, rows, pad=False)
+
+
+def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
+    """Rewrite the tables of a Markdown file; return whether the file changed.
+
+    The text between ``<!-- runs:NAME -->`` and ``<!-- /runs -->`` is replaced by the table of the
+    recipes whose names start with NAME, or of all recipes for ``all``.
+    """
+    path, runs = Path(path), list(runs)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    begin, end = r"<!-- runs:(\S+) -->", r"<!-- /runs -->"
+    pattern = rf"({begin}\n)((?:(?!{begin}).)*?)({end})"
+    found = len(re.findall(pattern, text, flags=re.DOTALL))
+    if not found or not found == len(re.findall(begin, text)) == len(re.findall(end, text)):
+        raise InputError(
+            f"{path} must have at least one <!-- runs:NAME --> on a line of its own, and a "
+            "<!-- /runs --> for each"
+        )
+
+    def table(match: re.Match[str]) -> str:
+        prefix = "" if match[2] == "all" else match[2]
+        return f"{match[1]}{markdown_table(runs, prefix)}\n{match[5]}"
+
+    updated = re.sub(pattern, table, text, flags=re.DOTALL)
+    if updated != text:
+        write_text(path, updated)
+    return updated != text
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Sort key: recipes in the paper's order, then others by name."""
+    names = list(RECIPES)
+    return (names.index(name) if name in names else len(names), name)
+
+
+def _method(name: str) -> str:
+    """Method in the name of a run, with the changed fields."""
+    recipe, plus, changes = name.partition("+")
+    return recipe.rpartition("-")[2] + plus + changes
+
+
+def _change(result: Comparison, quantity: Callable[[Summary], float | None], digits: int) -> str:
+    sides = [list(side.values(quantity).values()) for side in result.sides]
+    if not all(sides):
+        return DASH
+    return " → ".join(f"{estimate(values).mean:.{digits}f}" for values in sides)

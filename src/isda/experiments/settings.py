@@ -1,0 +1,289 @@
+"""Settings of a training run: the recipe decides the result, the options how it is computed."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from isda.experiments.errors import InputError, unknown
+
+__all__ = ["AUGMENTATIONS", "METHODS", "Options", "Recipe", "differing_fields", "require_seeds"]
+
+AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")
+"""Image augmentations by name, in the order in which they are applied."""
+
+Method = Literal["ce", "isda", "large_margin", "disturb_label", "focal", "center", "lq"]
+
+METHODS: tuple[str, ...] = get_args(Method)
+"""Losses by name: cross entropy, ISDA and the baselines of Table 4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How to train a network on a data set."""
+
+    data: str
+    """Data set: digits, cifar10, cifar100, imagenet or imagefolder:PATH."""
+
+    network: str
+    """Network by name, or timm:NAME."""
+
+    method: Method = "isda"
+    """Loss: cross entropy, ISDA, or a baseline of Table 4."""
+
+    augment: tuple[str, ...] = ()
+    """Augmentations: crop, flip, autoaugment, cutout, always applied in this order. Image files
+    are always cropped and flipped, and take no others."""
+
+    epochs: int
+    """Number of epochs."""
+
+    batch_size: int
+    """Images per step, summed over all processes."""
+
+    learning_rate: float
+    """Learning rate of the first epoch."""
+
+    momentum: float = 0.9
+    """Momentum of SGD."""
+
+    nesterov: bool = True
+    """Nesterov momentum; off for ImageNet, as in the authors' code."""
+
+    weight_decay: float
+    """Weight decay of all parameters, including biases and batch norm."""
+
+    schedule: Literal["step", "cosine"] = "cosine"
+    """Learning rate schedule."""
+
+    milestones: tuple[int, ...] = ()
+    """Epochs, counted from 1, at which the step schedule multiplies the rate by gamma."""
+
+    gamma: float = 0.1
+    """Factor of the step schedule."""
+
+    cosine_offset: int = 0
+    """Epochs to shift the cosine schedule by; with 1 the last epoch has learning rate 0."""
+
+    lambda_0: float = 0.0
+    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy."""
+
+    covariance: Literal["full", "diagonal", "shared", "identity"] = "full"
+    """Covariance: full or diagonal per class, one shared by all classes, or identity."""
+
+    ramp: Literal["epoch", "step", "constant"] = "epoch"
+    """How the strength grows to lambda_0: per epoch, per step, or not at all (constant)."""
+
+    decay: float = 1.0
+    """Decay of a sample's weight in the statistics per later sample of its class; 1: none."""
+
+    noise_rate: float = 0.0
+    """Fraction of labels that disturb_label redraws in every step."""
+
+    drop_rate: float = 0.0
+    """Dropout rate inside the network."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the network: float32, or bfloat16 autocast."""
+
+    channels_last: bool = False
+    """Use the channels-last memory format."""
+
+    compile: bool = False
+    """Compile the network with torch.compile; GPU only."""
+
+    ema: float = 0.0
+    """Decay of an exponential moving average of the weights to evaluate; 0: off."""
+
+    hold_out: int = 0
+    """Number of training images to hold out and evaluate instead of the test set."""
+
+    image_size: int = 224
+    """Side of the square crops of image files, in pixels."""
+
+    def __post_init__(self) -> None:
+        for field, choices in _CHOICES.items():
+            value = getattr(self, field)
+            _require(value in choices, field, value, f"one of {', '.join(choices)}")
+        for field in ("data", "network"):
+            _require(bool(getattr(self, field)), field, getattr(self, field), "non-empty")
+        kind, _, path = self.data.partition(":")
+        if path:  # normalise, since runs are named after it
+            object.__setattr__(self, "data", f"{kind}:{PurePath(path)}")
+        for field in ("epochs", "batch_size", "image_size"):
+            _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
+        for field in ("weight_decay", "cosine_offset", "lambda_0", "hold_out"):
+            value = getattr(self, field)
+            _require(0 <= value < math.inf, field, value, ">= 0")
+        for field in ("momentum", "noise_rate", "drop_rate", "ema"):
+            value = getattr(self, field)
+            _require(0 <= value < 1, field, value, ">= 0 and < 1")
+        for field in ("gamma", "decay"):
+            value = getattr(self, field)
+            _require(0 < value <= 1, field, value, "> 0 and <= 1")
+        rate = self.learning_rate
+        _require(0 < rate < math.inf, "learning_rate", rate, "> 0")
+        _require(
+            self.momentum > 0 or not self.nesterov, "momentum", self.momentum, "> 0 with nesterov"
+        )
+        _require(
+            all(name in AUGMENTATIONS for name in self.augment)
+            and len(set(self.augment)) == len(self.augment),
+            "augment",
+            self.augment,
+            f"distinct names out of {', '.join(AUGMENTATIONS)}",
+        )
+        _require(
+            all(a < b for a, b in zip((0, *self.milestones), self.milestones, strict=False)),
+            "milestones",
+            self.milestones,
+            ">= 1 and increasing",
+        )
+        _require(
+            self.method == "isda" or self.lambda_0 == 0,
+            "lambda_0",
+            self.lambda_0,
+            f"0 with method {self.method}",
+        )
+        _require(
+            (self.method == "disturb_label") == (self.noise_rate > 0),
+            "noise_rate",
+            self.noise_rate,
+            "> 0 with method disturb_label and 0 with any other",
+        )
+
+    def learning_rate_at(self, epoch: int) -> float:
+        """Learning rate of an epoch, counted from 0.
+
+        ``step``: learning_rate · gamma^k after k milestones, where milestone m is the m-th epoch.
+        ``cosine``: ½ · learning_rate · (1 + cos(π (epoch + cosine_offset) / T)).
+        """
+        if self.schedule == "step":
+            reached = sum(epoch + 1 >= milestone for milestone in self.milestones)
+            return self.learning_rate * self.gamma**reached
+        phase = min((epoch + self.cosine_offset) / self.epochs, 1.0)
+        return 0.5 * self.learning_rate * (1 + math.cos(math.pi * phase))
+
+    def progress_at(self, epoch: int, *, step: int = 0, steps: int = 1) -> float:
+        """Progress t/T of the ramp in an epoch, at step ``step`` of ``steps``, counted from 0.
+
+        The strength is ``lambda_0 * progress``. With ``ramp="epoch"`` the first epoch is plain
+        cross entropy.
+        """
+        if self.ramp == "constant":
+            return 1.0
+        if self.ramp == "epoch":
+            return epoch / self.epochs
+        return (epoch * steps + step) / (self.epochs * steps)
+
+    def baseline(self) -> "Recipe":
+        """The same recipe with cross entropy."""
+        return replace(
+            self,
+            method="ce",
+            lambda_0=0.0,
+            noise_rate=0.0,
+            covariance="full",
+            ramp="epoch",
+            decay=1.0,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields as JSON values; the inverse of ``from_dict``."""
+        return {
+            field: list(value) if isinstance(value, tuple) else value
+            for field, value in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Recipe":
+        """Recipe from the fields of a run record."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for field in fields:
+            if field not in known:
+                raise unknown("field of a recipe", field, known)
+        values: dict[str, Any] = {
+            field: tuple(value) if isinstance(value, list) else value
+            for field, value in fields.items()
+        }
+        try:
+            return cls(**values)
+        except TypeError as error:  # a missing field or a wrong type
+            raise InputError(f"not a valid recipe: {error}") from error
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run the training; the options do not change the result."""
+
+    out: Path = Path("runs")
+    """Folder for the runs: OUT/<recipe>/<seed>/."""
+
+    resume: bool = False
+    """Resume existing runs and skip finished ones."""
+
+    device: str = "auto"
+    """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
+
+    data_root: Path | None = None
+    """Folder of ImageNet, or of CIFAR (None: data)."""
+
+    download: bool = False
+    """Download CIFAR if it is missing."""
+
+    skip_unreadable: bool = False
+    """Skip image files that cannot be decoded."""
+
+    workers: int | None = None
+    """Processes that decode image files; None: one per CPU core, at most 16."""
+
+    side_by_side: int = 0
+    """Runs to train at the same time on a GPU; 0 chooses 1 to 6 by the size of the network."""
+
+    capture: bool = True
+    """Capture training steps in CUDA graphs on a GPU."""
+
+    deterministic: bool = False
+    """Use deterministic GPU kernels: bitwise reproducible, but slower."""
+
+    checkpoint_seconds: float = 60.0
+    """Minimum time between checkpoints; the last epoch always writes one."""
+
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard."""
+
+    def __post_init__(self) -> None:
+        _require(self.side_by_side >= 0, "side_by_side", self.side_by_side, ">= 0")
+        seconds = self.checkpoint_seconds
+        _require(seconds >= 0, "checkpoint_seconds", seconds, ">= 0")
+        _require(self.workers is None or self.workers >= 0, "workers", self.workers, ">= 0")
+
+
+def differing_fields(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two recipes differ, with both values."""
+    pairs = {
+        field.name: (getattr(one, field.name), getattr(other, field.name))
+        for field in dataclasses.fields(Recipe)
+    }
+    return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def require_seeds(argument: str, seeds: Sequence[int]) -> None:
+    """Raise InputError unless there are seeds, all different, that fit into 32 bits."""
+    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
+        listed = " ".join(map(str, seeds)) or "none"
+        raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")
+
+
+def _require(holds: bool, field: str, value: object, expectation: str) -> None:
+    if not holds:
+        raise InputError(f"{field} must be {expectation}, got {value!r}")
+
+
+_CHOICES = {
+    field: get_args(kind)
+    for field, kind in get_type_hints(Recipe).items()
+    if get_origin(kind) is Literal
+}

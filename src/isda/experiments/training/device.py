@@ -1,0 +1,63 @@
+"""Device, process group and kernels of a training."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from isda.experiments.errors import InputError
+from isda.experiments.settings import Options
+
+__all__ = ["choose_kernels", "join_processes"]
+
+
+@contextlib.contextmanager
+def join_processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
+    """Device, rank and world size of this process; under torchrun, joins the process group."""
+    ranked = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        local = int(os.environ.get("LOCAL_RANK", 0)) if ranked else 0
+        index = local if device.index is None else device.index
+        if index >= count:
+            raise InputError(
+                f"GPU {index} not found, there are {count}: use --device cpu to run without a GPU"
+            )
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    if not ranked:
+        yield device, 0, 1
+        return
+    if dist.is_initialized():  # by a caller that trains several times
+        yield device, dist.get_rank(), dist.get_world_size()
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device, dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def choose_kernels(options: Options, device: torch.device) -> Iterator[None]:
+    """Use fast or deterministic kernels inside the context."""
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(options.deterministic and device.type == "cuda")
+    torch.backends.cudnn.benchmark = not options.deterministic
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]

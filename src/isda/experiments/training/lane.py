@@ -1,0 +1,392 @@
+"""One run and its training step, which never synchronises and can be captured as a whole.
+
+A :class:`Lane` holds all state of a run. It draws random numbers from its own key, so it ends with
+the same weights whether it trains alone or next to other runs.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isda import distributed
+from isda.experiments.data import counter_rng
+from isda.experiments.data.arrays import (
+    ImageArrays,
+    epoch_order,
+    normalize,
+    rank_slice,
+    steps_per_epoch,
+)
+from isda.experiments.data.augmentation import Augmentation, create_augmentation
+from isda.experiments.data.folders import FolderImages
+from isda.experiments.errors import InputError
+from isda.experiments.losses.baselines import create_criterion
+from isda.experiments.networks import Network, bind_key, create_network
+from isda.experiments.networks.batch_norm import synchronize_batch_norm
+from isda.experiments.settings import Recipe
+from isda.experiments.training.metrics import classification_metrics
+
+__all__ = ["Lane"]
+
+_ORDER, _AUGMENT, _NETWORK = range(1, 4)  # key parts, one per use of random numbers
+_TEST_BATCH = 1000
+
+
+class Lane:
+    """Network, optimizer, criterion and position in the data of one run.
+
+    Args:
+        recipe: recipe of the run.
+        seed: seed of initial weights, order of images, augmentation and dropout.
+        data: data set; arrays must be on the device.
+        device: device of the run.
+        rank: rank of this process among those that train the run together.
+        world: number of these processes.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        seed: int,
+        data: ImageArrays | FolderImages,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if recipe.augment and not isinstance(data, ImageArrays):
+            raise InputError(
+                f"augment must be empty for {recipe.data}, whose image files are cropped and "
+                f"flipped when they are read, got {' '.join(recipe.augment)}"
+            )
+        self.recipe, self.seed, self.data, self.device = recipe, seed, data, device
+        self.rank, self.world = rank, world
+        self.epoch = 0  # epochs done
+        self.order_key = counter_rng.key(seed, _ORDER, device=device)
+        self.augment_key = counter_rng.key(seed, _AUGMENT, device=device)
+        self.augment = create_augmentation(recipe.augment)
+        self.network = self._create_network()
+        self.criterion = create_criterion(
+            recipe,
+            num_features=self.network.num_features,
+            num_classes=data.num_classes,
+            seed=seed,
+        ).to(device)
+        self.average = copy.deepcopy(self.network).requires_grad_(False) if recipe.ema else None
+
+        self.learning_rate = torch.zeros((), device=device)
+        self.progress = torch.zeros((), device=device)  # t/T of λ
+        self.position = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # images used in this epoch
+        self.steps = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # steps since the start of the run
+        self.total_loss = torch.zeros((), device=device)  # summed over the images of the epoch
+        self.network_key = counter_rng.key(seed, _NETWORK, device=device)
+        self.step_key = torch.zeros_like(self.network_key)  # for the random layers of the network
+        self.results = torch.zeros(4, device=device)  # set by evaluate
+        self._random = bind_key(self.network, self.step_key) > 0
+
+        self.parameters = list(self.network.parameters())
+        self.optimizer = torch.optim.SGD(
+            self.parameters,
+            lr=self.learning_rate,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov,
+            weight_decay=recipe.weight_decay,
+            fused=True,
+        )
+        if recipe.momentum:  # zeros, so that the first step needs no special case
+            for parameter in self.parameters:
+                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        self._images = self._order = torch.empty(0)  # unused with a loader
+        if isinstance(data, ImageArrays):
+            self._images = data.train_images
+            self._order = torch.arange(len(data.train_target), device=device)
+        self._normalize = partial(
+            _normalize, mean=data.mean, std=data.std, dtype=self._dtype, layout=self._layout
+        )
+        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # batches of a loader, by size
+        self._model = self._create_model()
+        self._prepare = torch.compile(_prepare, dynamic=False) if self._compiled else _prepare
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+
+    @staticmethod
+    def create_network(recipe: Recipe, data: ImageArrays | FolderImages, seed: int) -> Network:
+        """Network of a recipe for a data set, with the initial weights of a seed."""
+        return create_network(
+            recipe.network,
+            num_classes=data.num_classes,
+            in_channels=data.train_images.shape[1] if isinstance(data, ImageArrays) else 3,
+            drop_rate=recipe.drop_rate,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    @property
+    def num_images(self) -> int:
+        """Number of training images."""
+        return len(self.data.train_target)
+
+    def batch_sizes(self) -> Iterator[int]:
+        """Batch size of every step of an epoch, over all ranks; the last one may be smaller."""
+        for step in range(steps_per_epoch(self.num_images, self.recipe.batch_size)):
+            start = step * self.recipe.batch_size
+            yield min(self.recipe.batch_size, self.num_images - start)
+
+    def begin_epoch(self) -> None:
+        """Set learning rate, λ and order, and run the augmentation that is done once per epoch."""
+        self.learning_rate.fill_(self.recipe.learning_rate_at(self.epoch))
+        self.progress.fill_(self.recipe.progress_at(self.epoch))
+        self.position.zero_()
+        self.total_loss.zero_()
+        if not isinstance(self.data, ImageArrays):
+            return
+        key = counter_rng.fold(self.order_key, self.epoch)
+        self._order.copy_(epoch_order(self.num_images, key))
+        if self.augment.epoch is not None:
+            images = self.augment.epoch(self.data.train_images, counter_rng.fold(key, _AUGMENT))
+            if self._images is self.data.train_images:
+                self._images = images  # from now on an own copy, at a fixed address
+            else:
+                self._images.copy_(images)
+
+    def load(self, images: Tensor, target: Tensor) -> None:
+        """Copy a batch of a loader to the device."""
+        number = len(target)
+        if number not in self._inputs:
+            self._inputs[number] = (
+                torch.empty_like(images, device=self.device, memory_format=self._layout),
+                torch.empty_like(target, device=self.device),
+            )
+        for buffer, tensor in zip(self._inputs[number], (images, target), strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+
+    def step(self, size: int) -> None:
+        """One training step on the next ``size`` images of all ranks, without synchronisation."""
+        part = rank_slice(size, rank=self.rank, world=self.world)
+        if self.world > 1:
+            bind_key(self.network, self.step_key, offset=part.start)
+        images, target = self._batch(part)
+        self.zero_grad()
+        with self._autocast():
+            features, logits = self._model(images)
+        head = self.network.get_classifier()
+        progress = self.progress
+        if self.recipe.ramp == "step":
+            per_epoch = steps_per_epoch(self.num_images, self.recipe.batch_size)
+            progress = self.steps / (self.recipe.epochs * per_epoch)
+        loss = self.criterion(
+            features, head.weight, target, bias=head.bias, logits=logits, progress=progress
+        )
+        loss.backward()
+        self.optimizer.step()
+        if self.average is not None:
+            self._update_average(self.average)
+        self.total_loss.add_(loss.detach(), alpha=size)
+        torch._foreach_add_([self.position, self.steps], [size, 1])
+
+    def zero_grad(self) -> None:
+        """Free the gradients; the next step allocates new ones."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Write the :func:`classification_metrics` of the test images to ``results``."""
+        network = self.network if self.average is None else self.average
+        network.eval()
+        parts = []
+        for images, target in self._test_batches():
+            with self._autocast():
+                parts.append((network(images).float(), target))
+        network.train()
+        logits, target = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        if self.world > 1:
+            size, _ = distributed.agree(len(target), 0, None)
+            logits, target = distributed.gather_batch(logits, target, None, size=size)
+            logits, target = logits[target >= 0], target[target >= 0]
+        self.results.copy_(classification_metrics(logits, target))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors that a step changes."""
+        for module in (self.network, self.criterion, self.average):
+            if module is not None:
+                yield from module.parameters()
+                yield from module.buffers()
+        yield from self._momentum()
+        yield self.position
+        yield self.steps
+        yield self.total_loss
+        yield self.step_key
+
+    def state_dict(self) -> dict[str, Any]:
+        """Contents of a checkpoint, which is written between two epochs."""
+        state = {
+            "epoch": self.epoch,
+            "steps": self.steps,
+            "data": self._data_size(),
+            "network": self.network.state_dict(),
+            "criterion": self.criterion.state_dict(),
+            "momentum": self._momentum(),
+        }
+        return state if self.average is None else state | {"average": self.average.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a checkpoint in place.
+
+        Raises:
+            InputError: the data set has changed since the checkpoint.
+        """
+        if state["data"] != self._data_size():
+            raise InputError(
+                f"{self.recipe.data} has {self._data_size()} training images, test images and "
+                f"classes, but the checkpoint was made with {state['data']}"
+            )
+        self.epoch = state["epoch"]
+        self.steps.copy_(state["steps"])
+        self.network.load_state_dict(state["network"])
+        self.criterion.load_state_dict(state["criterion"])
+        for buffer, saved in zip(self._momentum(), state["momentum"], strict=True):
+            buffer.copy_(saved)
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
+
+    def _data_size(self) -> list[int]:
+        return [self.num_images, len(self.data.test_target), self.data.num_classes]
+
+    @property
+    def _compiled(self) -> bool:
+        return self.recipe.compile and self.device.type == "cuda"
+
+    def _create_network(self) -> Network:
+        network = self.create_network(self.recipe, self.data, self.seed)
+        if self.world > 1:
+            synchronize_batch_norm(network, self.device)
+        return network.to(self.device).to(memory_format=self._layout)
+
+    def _create_model(self) -> Any:
+        model: nn.Module = _FeaturesAndLogits(self.network)
+        if self.world > 1:
+            on_gpu = self.device.type == "cuda"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # no replacement in torch 2.11
+                model = nn.parallel.DistributedDataParallel(
+                    model,
+                    device_ids=[self.device.index] if on_gpu else None,
+                    broadcast_buffers=False,
+                )
+        if not self._compiled:
+            return model
+        # combine small kernels, such as the casts of the weights, into one
+        return torch.compile(model, dynamic=False, options={"combo_kernels": True})
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.recipe.precision == "bf16" else torch.float32
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.recipe.precision == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    @property
+    def _layout(self) -> torch.memory_format:
+        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
+
+    def _batch(self, part: slice) -> tuple[Tensor, Tensor]:
+        if not isinstance(self.data, ImageArrays):
+            self.step_key.copy_(counter_rng.fold(self.network_key, self.steps))
+            return self._inputs[part.stop - part.start]
+        images, target, step_key = self._prepare(
+            self._images,
+            self.data.train_target,
+            self._order,
+            self.position,
+            self.steps,
+            self.augment_key,
+            self.network_key,
+            part=part,
+            augment=self.augment,
+            normalize=self._normalize,
+        )
+        if self._random:
+            self.step_key.copy_(step_key)
+        return images, target
+
+    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        data = self.data
+        if not isinstance(data, ImageArrays):
+            size = 2 * self.recipe.batch_size
+            for images, target in data.test_batches(size, rank=self.rank, world=self.world):
+                images = images.to(self.device, memory_format=self._layout)
+                yield images, target.to(self.device)
+            return
+        mine = rank_slice(len(data.test_target), rank=self.rank, world=self.world)
+        images, target = data.test_images[mine], data.test_target[mine]
+        for part, labels in zip(images.split(_TEST_BATCH), target.split(_TEST_BATCH), strict=True):
+            yield self._normalize(part), labels
+
+    def _momentum(self) -> list[Tensor]:
+        if not self.recipe.momentum:
+            return []
+        return [self.optimizer.state[parameter]["momentum_buffer"] for parameter in self.parameters]
+
+    @torch.no_grad()
+    def _update_average(self, average: nn.Module) -> None:
+        averages: list[Tensor] = list(average.parameters())
+        torch._foreach_lerp_(averages, tuple(self.parameters), 1 - self.recipe.ema)
+        for buffer, current in zip(average.buffers(), self.network.buffers(), strict=True):
+            if buffer.is_floating_point():
+                buffer.lerp_(current, 1 - self.recipe.ema)
+            else:
+                buffer.copy_(current)
+
+
+class _FeaturesAndLogits(nn.Module):
+    """Network that returns what a criterion needs: features and logits."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.network.forward_features(images)
+        return features, self.network.get_classifier()(features)
+
+
+def _prepare(
+    images: Tensor,
+    target: Tensor,
+    order: Tensor,
+    position: Tensor,
+    steps: Tensor,
+    augment_key: Tensor,
+    network_key: Tensor,
+    *,
+    part: slice,
+    augment: Augmentation,
+    normalize: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gather, augment and normalise ``part`` of the batch at ``position``.
+
+    Returns images, target, and the key of the step for the random layers of the network.
+    """
+    index = order[position + torch.arange(part.start, part.stop, device=order.device)]
+    batch = augment.step(images[index], counter_rng.fold(augment_key, steps), start=part.start)
+    return normalize(batch), target[index], counter_rng.fold(network_key, steps)
+
+
+def _normalize(
+    images: Tensor,
+    *,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+) -> Tensor:
+    return normalize(images, mean, std, dtype).contiguous(memory_format=layout)

@@ -1,0 +1,330 @@
+"""The training loop: one or more runs side by side, with exact resume.
+
+A run that was killed resumes from its last checkpoint and ends with the same numbers as an
+uninterrupted one: every random number is a function of seed and step, a checkpoint holds everything
+that a step changes, and later metrics are truncated.
+"""
+
+import contextlib
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from isda import ISDALoss, distributed
+from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.data.folders import FolderImages
+from isda.experiments.errors import InputError, RunError, as_input_error
+from isda.experiments.records import summary
+from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.device import choose_kernels, join_processes
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.run_folder import RunFolder, require_free
+from isda.experiments.training.side_by_side import SideBySide
+
+__all__ = ["Plan", "load_images", "train"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run to train: name, recipe and seed."""
+
+    name: str
+    recipe: Recipe
+    seed: int
+
+
+def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFolder]:
+    """Train all plans and return their runs in the same order.
+
+    Under ``torchrun`` all processes train every run together; only rank 0 writes and returns runs.
+    """
+    options = options or Options()
+    if options.tensorboard:
+        _summary_writer()
+    begun, runs = False, dict[int, RunFolder]()
+    with (
+        join_processes(options.device) as (device, rank, world),
+        choose_kernels(options, device),
+        contextlib.ExitStack() as locks,
+    ):
+        for group, data in _groups(plans, options, device):
+            lanes = [
+                Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
+                for n in group
+            ]
+            if not begun:
+                with _together():
+                    runs = _begin(plans, lanes[0], options, locks) if rank == 0 else {}
+                begun = True
+            for lane, number in zip(lanes, group, strict=True):
+                _restore(lane, runs.get(number))
+            _train_together(lanes, [runs.get(number) for number in group], options)
+    return [runs[number] for number in sorted(runs)]
+
+
+def _begin(
+    plans: Sequence[Plan], lane: Lane, options: Options, locks: contextlib.ExitStack
+) -> dict[int, RunFolder]:
+    """Create and lock the run folders; an input error leaves no folders behind."""
+    _require_fit(lane)
+    if not options.resume:
+        require_free(options.out / plan.name / str(plan.seed) for plan in plans)
+    runs = {
+        number: RunFolder.create(
+            options.out,
+            plan.name,
+            plan.recipe,
+            plan.seed,
+            device=lane.device,
+            resume=options.resume,
+        )
+        for number, plan in enumerate(plans)
+    }
+    for run in runs.values():
+        locks.enter_context(run.lock())
+    return runs
+
+
+def _require_fit(lane: Lane) -> None:
+    """Raise InputError if the network cannot take the images; changes nothing."""
+    recipe, device = lane.recipe, lane.device
+    shape = torch.Size((3, recipe.image_size, recipe.image_size))
+    if isinstance(lane.data, ImageArrays):
+        shape = lane.data.train_images.shape[1:]
+    images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
+    lane.network.eval()
+    with torch.no_grad():
+        with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
+            logits = lane.network(images)
+        lane.network.check(images, logits)
+    lane.network.train()
+    if (lane.num_images - 1) % recipe.batch_size:
+        return
+    with (
+        as_input_error(
+            f"{recipe.network} cannot train on the last batch, a single image of "
+            f"{lane.num_images}: choose a batch_size other than {recipe.batch_size}"
+        ),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.no_grad(),
+    ):
+        network = lane.create_network(recipe, lane.data, lane.seed)
+        network.to(device).train()(images[:1])
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """Stop all processes if one of them raises an InputError, which would leave others waiting."""
+    failure = None
+    try:
+        yield
+    except InputError as error:
+        failure = error
+    _, found = distributed.agree(0, failure is not None, None)
+    if failure is not None:
+        raise failure
+    if found:
+        raise InputError("another process has stopped: see its message")
+
+
+def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
+    """Data set of a recipe; held-out images take the place of the test images."""
+    data = load_data(
+        recipe.data,
+        root=options.data_root,
+        download=options.download,
+        skip_unreadable=options.skip_unreadable,
+        image_size=recipe.image_size,
+        workers=options.workers,
+    )
+    return data.hold_out(recipe.hold_out) if recipe.hold_out else data
+
+
+def _train_together(lanes: list[Lane], runs: Sequence[RunFolder | None], options: Options) -> None:
+    """Train lanes to their last epoch; after a kill, lanes that are behind catch up first."""
+    by_lane = dict(zip(map(id, lanes), runs, strict=True))
+    while unfinished := [lane for lane in lanes if lane.epoch < lane.recipe.epochs]:
+        first = min(lane.epoch for lane in unfinished)
+        together = [lane for lane in unfinished if lane.epoch == first]
+        until = min(lane.epoch if lane.epoch > first else lane.recipe.epochs for lane in unfinished)
+        _train_side_by_side(together, [by_lane[id(lane)] for lane in together], until, options)
+
+
+def _train_side_by_side(
+    lanes: list[Lane], runs: Sequence[RunFolder | None], until: int, options: Options
+) -> None:
+    on_gpu = lanes[0].device.type == "cuda"
+    runner = SideBySide(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
+    writers = [_writer(run, options, lanes[0].epoch) for run in runs]
+    saved = time.monotonic()
+    for epoch in _progress(lanes, until, show=runs[0] is not None):
+        began = time.perf_counter()
+        try:
+            runner.train_epoch()
+        except InputError:
+            raise
+        except ValueError as error:  # a CPU, where lanes train alone, raises at once
+            raise _stopped(lanes[0], runs[0], str(error)) from error
+        results = runner.evaluate()
+        seconds = (time.perf_counter() - began) / len(lanes)
+        for lane, run, result in zip(lanes, runs, results, strict=True):
+            _require_finite(lane, run, result)
+            lane.epoch = epoch + 1
+        last = epoch + 1 == until
+        save = last or time.monotonic() - saved > options.checkpoint_seconds
+        for lane, run, result, writer in zip(lanes, runs, results, writers, strict=True):
+            metrics = _metrics(lane, epoch, result, seconds, len(lanes))
+            state = lane.state_dict() if save else None
+            if run is not None:
+                run.append(metrics)
+                if state is not None:
+                    run.save(state)
+            if writer is not None:
+                for key, value in metrics.items():
+                    writer.add_scalar(key, value, epoch)
+        if save:
+            saved = time.monotonic()
+    for writer in writers:
+        if writer is not None:
+            writer.close()
+
+
+def _metrics(
+    lane: Lane, epoch: int, result: list[float], seconds: float, side_by_side: int
+) -> dict[str, Any]:
+    recipe = lane.recipe
+    loss, error, test_loss, calibration, top5_error = result
+    return {
+        "epoch": epoch,
+        "learning_rate": recipe.learning_rate_at(epoch),
+        "strength": recipe.lambda_0 * recipe.progress_at(epoch),
+        "train_loss": loss,
+        "test_error": error,
+        "test_loss": test_loss,
+        "test_ece": calibration,
+        "test_top5_error": top5_error,
+        "seconds": seconds,  # share of this run in the time of all runs side by side
+        "images_per_second": lane.num_images / seconds,
+        "side_by_side": side_by_side,
+    }
+
+
+def _require_finite(lane: Lane, run: RunFolder | None, result: list[float]) -> None:
+    """Stop a run with a non-finite loss, before anything of this epoch is written."""
+    try:
+        if isinstance(lane.criterion, ISDALoss):
+            lane.criterion.check()
+    except ValueError as error:
+        raise _stopped(lane, run, str(error)) from error
+    train_loss, _, test_loss, *_ = result
+    for name, loss in (("training", train_loss), ("test", test_loss)):
+        if not math.isfinite(loss):
+            raise _stopped(lane, run, f"the {name} loss is {loss}")
+
+
+def _stopped(lane: Lane, run: RunFolder | None, reason: str) -> RunError:
+    where = f"seed {lane.seed}" if run is None else str(run.folder)
+    rate = lane.recipe.learning_rate_at(lane.epoch)
+    saved = "the last checkpoint is intact" if lane.epoch else "there is no checkpoint"
+    return RunError(
+        f"{where}, epoch {lane.epoch + 1}: {reason} (learning rate {rate:g}, lambda_0 "
+        f"{lane.recipe.lambda_0:g}); {saved}"
+    )
+
+
+def _restore(lane: Lane, run: RunFolder | None) -> None:
+    """Restore the last checkpoint of a run on every rank."""
+    if run is not None:
+        if run.load(lane.load_state_dict) is None:
+            done = summary(run)
+            if done.finished:  # an exported record has no checkpoint
+                lane.epoch = lane.recipe.epochs
+            elif done.epochs:
+                warnings.warn(f"{run.folder} has no checkpoint: the run starts again", stacklevel=2)
+        run.rewind(lane.epoch)
+    if lane.world > 1:
+        epoch = torch.tensor(lane.epoch, device=lane.device)
+        distributed.broadcast([epoch, *lane.tensors()])
+        lane.epoch = int(epoch)
+
+
+def _groups(
+    plans: Sequence[Plan], options: Options, device: torch.device
+) -> Iterator[tuple[list[int], ImageArrays | FolderImages]]:
+    """Indices of the plans that train side by side, with their data; one data set at a time."""
+    waiting = list(range(len(plans)))
+    while waiting:
+        first = plans[waiting[0]].recipe
+        data = load_images(first, options)
+        if isinstance(data, ImageArrays):
+            data = data.to(device)
+        same = [n for n in waiting if _same_steps(plans[n].recipe, first)]
+        waiting = [n for n in waiting if n not in same]
+        width = _side_by_side(first, data, options, device)
+        for start in range(0, len(same), width):
+            yield same[start : start + width], data
+
+
+def _same_steps(one: Recipe, other: Recipe) -> bool:
+    fields = ("data", "hold_out", "image_size", "epochs", "batch_size", "network")
+    return all(getattr(one, field) == getattr(other, field) for field in fields)
+
+
+def _side_by_side(
+    recipe: Recipe, data: ImageArrays | FolderImages, options: Options, device: torch.device
+) -> int:
+    if (
+        device.type == "cpu"
+        or not isinstance(data, ImageArrays)
+        or distributed.world_size(None) > 1
+    ):
+        return 1
+    if options.side_by_side:
+        return options.side_by_side
+    with torch.device("meta"):
+        network = Lane.create_network(recipe, data, seed=0)
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    return max(1, min(6, 36_000_000 // parameters))
+
+
+def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
+    """Epochs to train, with a progress bar; in a log file, a line every 30 seconds."""
+    first = lanes[0].epoch
+    seeds = " ".join(str(lane.seed) for lane in lanes)
+    label = f"{lanes[0].recipe.data} {lanes[0].recipe.network}, seed {seeds}"
+    interactive = sys.stderr.isatty()
+    bar = tqdm(
+        range(first, until),
+        initial=first,
+        total=until,
+        desc=label,
+        unit="epoch",
+        disable=not show,
+        mininterval=0.5 if interactive else 30,
+        dynamic_ncols=interactive,
+    )
+    yield from bar
+
+
+def _writer(run: RunFolder | None, options: Options, epoch: int) -> Any:
+    """TensorBoard writer, or None; epochs after the checkpoint are rewritten."""
+    if run is None or not options.tensorboard:
+        return None
+    return _summary_writer()(str(run.folder), purge_step=epoch)
+
+
+def _summary_writer() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError(
+            "--tensorboard needs the package tensorboard: pip install -e '.[tensorboard]'"
+        ) from error
+    return SummaryWriter
