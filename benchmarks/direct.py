@@ -1,6 +1,6 @@
-"""The direct form of ISDA: what one gets by writing down the equations of the paper one by one.
+"""A literal implementation of the equations of the paper.
 
-Slow and large on purpose: the yardstick of ``benchmarks/loss.py``, and an oracle for the tests.
+Slow and memory-hungry on purpose: the baseline of ``benchmarks/loss.py`` and a reference for tests.
 """
 
 import torch
@@ -11,7 +11,7 @@ __all__ = ["DirectLoss"]
 
 
 class DirectLoss(nn.Module):
-    """ISDA as its equations read: every class for every sample, and statistics of all classes.
+    """ISDA as written in the paper: every class for every sample, and statistics of all classes.
 
     Shape:
         features (N, A), weight (C, A), target (N,), bias (C,); output ().

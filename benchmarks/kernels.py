@@ -1,15 +1,15 @@
-"""The pieces of the loss layer on a GPU: time, memory, and how far from the floor of bytes moved.
+"""Time and memory of each piece of the loss layer on a GPU, compared with a memory-bandwidth floor.
 
-The floor of a piece is all it needs read once and written once, at the speed of a plain copy, which
-is measured first; statistics that fit into the GPU's cache can be faster, and so can an update that
-reads one half of a symmetric covariance. Every piece is timed with the kernels of
-:mod:`isda.kernels` and with torch's operators alone (``ISDA_TRITON=0``), captured in a CUDA graph
-of several batches. Cross entropy, torch's own, is the yardstick of the loss: both are given logits
-in bfloat16. "eager" is the line of a training script, in float32 and with the last layer: a
-criterion attached to it, plain and through ``torch.compile(mode="reduce-overhead")`` ("compiled"),
-which makes CUDA graphs of it, cross entropy, and with
-``--peer`` your local copies of the authors' files. On a CPU, where there are no kernels, the calls
-are timed plainly.
+The floor of a piece is the time to read its inputs once and write its outputs once at the bandwidth
+of a copy, which is measured first. Statistics that fit into the GPU's cache can be faster, and so
+can an update that reads one half of a symmetric covariance. Each piece is measured with the kernels
+of :mod:`isda.kernels` and with plain torch (``ISDA_TRITON=0``), captured in a CUDA graph of several
+batches. torch's cross entropy is the reference for the loss; both take bfloat16 logits.
+
+The "eager" rows measure the line of a training script, in float32 and including the last layer: an
+attached criterion, the same with ``torch.compile(mode="reduce-overhead")`` ("compiled"), cross
+entropy and, with ``--peer``, your local copies of the authors' files. On a CPU there are no
+kernels, and calls are timed without a graph.
 
     python benchmarks/kernels.py --out kernels.csv --plot kernels.png
     python benchmarks/kernels.py --table kernels.csv
@@ -128,9 +128,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def copy_bandwidth(device: str, *, repeat: int) -> float:
-    """Gigabytes per second that a copy on the device reads and writes.
+    """Bandwidth of a copy on the device in GB/s, reads plus writes.
 
-    By a kernel, as everything here: the copy that CUDA provides is slower on some GPUs.
+    Uses a kernel, because the copy that CUDA provides is slower on some GPUs.
     """
     with _side_stream(device):
         source = torch.zeros(COPIED[torch.device(device).type], device=device)
@@ -140,7 +140,7 @@ def copy_bandwidth(device: str, *, repeat: int) -> float:
 
 
 def floor_bytes(piece: str, shape: Shape, touched: float) -> float | None:
-    """Bytes of all that a piece needs, read once and written once, for ``touched`` classes."""
+    """Bytes that a piece must read and write at least, for ``touched`` classes in the batch."""
     n, c, a, structure = shape
     state = a * a if structure == "full" else a  # numbers of Σ of a class
     merge = 2 * touched * (state + a) + n * a  # Σ and mean, both ways; features
@@ -154,7 +154,7 @@ def floor_bytes(piece: str, shape: Shape, touched: float) -> float | None:
 
 
 def measure(row: Row, device: str, *, repeat: int, peer: Path | None = None) -> None:
-    """Fill in the numbers of a row."""
+    """Measure a row and fill in its numbers."""
     try:
         seconds, touched, extra = _measured(row, device, repeat, peer)
         row.microseconds = round(1e6 * seconds, 2)
@@ -174,7 +174,7 @@ def measure(row: Row, device: str, *, repeat: int, peer: Path | None = None) -> 
 
 
 def markdown(rows: list[Row]) -> str:
-    """Tables for a page, of the pieces and of the losses; of rows alike the last one counts."""
+    """Markdown tables of the pieces and of the losses; the last of several equal rows counts."""
     found: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
     for row in rows:
         shape, structure = f"{row.N}, {row.C}, {row.A}", f"{row.structure} {row.precision}".strip()
@@ -184,7 +184,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def _pieces_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> list[str]:
-    """Lines of a table of the pieces that have a floor."""
+    """Lines of the table of pieces that have a floor."""
     head = ["N, C, A", "covariance", "piece", "read and written once", "kernels"]
     head += ["of copy bandwidth", "× floor", "functional form", "÷ kernels"]
     table = [f"| {' | '.join(head)} |", "|---|---|---|" + "---:|" * (len(head) - 3)]
@@ -205,7 +205,7 @@ def _pieces_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> l
 
 
 def _losses_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> list[str]:
-    """Lines of a table of the whole loss, a line for each shape."""
+    """Lines of the table of losses, one for each shape."""
     columns = {
         "backward of the quadratic term": ("quadratic backward", "kernels"),
         "loss": ("loss", "kernels"),
@@ -231,7 +231,7 @@ def _losses_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> l
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Multiples of the floor on logarithmic axes: a panel for each piece, a line for each shape."""
+    """Plot multiples of the floor on logarithmic axes, with a panel for each piece."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row.floor_multiple]
@@ -290,12 +290,23 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", default="cuda", help="cuda or cpu (default: cuda)")
     add("--shapes", type=shape, nargs="+", default=SHAPES, metavar="N,C,A,STRUCTURE")
     add("--pieces", nargs="+", choices=PIECES, default=PIECES, help="default: all")
-    add("--precision", choices=("high", "medium"), default="high", help="of full covariances")
-    add("--repeat", type=int, default=10, help="series timed per case (default: 10)")
-    add("--peer", type=Path, nargs="+", default=[], help="authors' ISDA.py or ISDA_imagenet.py")
-    add("--out", type=Path, help="CSV to append to")
-    add("--plot", type=Path, help="PNG to draw")
-    add("--table", type=Path, metavar="CSV", help="time nothing: print this CSV as markdown")
+    add(
+        "--precision",
+        choices=("high", "medium"),
+        default="high",
+        help="of the products with full covariances (default: high)",
+    )
+    add("--repeat", type=int, default=10, help="timed series per case (default: 10)")
+    add(
+        "--peer",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="also measure local copies of the authors' files",
+    )
+    add("--out", type=Path, help="CSV file to append to")
+    add("--plot", type=Path, help="PNG file to write")
+    add("--table", type=Path, metavar="CSV", help="do not measure; print this CSV file as Markdown")
     options = parser.parse_args(arguments)
     if options.repeat < 1:
         parser.error(f"--repeat must be >= 1, got {options.repeat}")
@@ -309,7 +320,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _cases(options: argparse.Namespace, peers: Collection[str]) -> Iterator[Row]:
-    """Rows to be measured, after a look at the speed of a copy."""
+    """Rows to be measured; measures the bandwidth of a copy first."""
     gigabytes = round(copy_bandwidth(options.device, repeat=options.repeat), 1)
     print(f"a copy moves {gigabytes} GB/s", flush=True)
     gpu = _on_gpu(options.device)
@@ -333,7 +344,7 @@ def _cases(options: argparse.Namespace, peers: Collection[str]) -> Iterator[Row]
 def _measured(
     row: Row, device: str, repeat: int, peer: Path | None
 ) -> tuple[float, float, int | None]:
-    """Seconds of a call, mean number of classes in a batch, and extra bytes on a GPU."""
+    """Seconds per call, mean number of classes in a batch, and extra bytes on a GPU."""
     torch.manual_seed(0)
     with _kernels(row.form == "kernels"), _side_stream(device):
         with torch.device(device):
@@ -354,7 +365,7 @@ def _measured(
 
 
 def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Call]:
-    """A call of the piece for each batch, on statistics that have seen all of them."""
+    """One call of the piece for each batch; the statistics already include all batches."""
     head = nn.Linear(row.A, row.C)
     if row.piece == "cross entropy":
         return [partial(_cross_entropy, _leaf(head(x).bfloat16()), y) for x, y in batches]
@@ -419,7 +430,7 @@ def _gradients(loss: Loss, head: nn.Linear, features: Tensor, target: Tensor) ->
 
 
 def _seconds(calls: list[Call], device: str, *, repeat: int, capture: bool = True) -> float:
-    """Seconds of one call: the median over series of all, on a GPU replayed from a graph."""
+    """Median seconds per call over several series; on a GPU, each series replays a CUDA graph."""
     series = partial(_run, calls, device)
     if _on_gpu(device) and capture:
         graph = torch.cuda.CUDAGraph()
@@ -437,7 +448,7 @@ def _seconds(calls: list[Call], device: str, *, repeat: int, capture: bool = Tru
 
 
 def _replay(graph: torch.cuda.CUDAGraph, number: int) -> float:
-    """Seconds of a replay, of many in a row."""
+    """Mean seconds per replay of a number of consecutive replays."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(number):
@@ -448,7 +459,7 @@ def _replay(graph: torch.cuda.CUDAGraph, number: int) -> float:
 
 
 def _run(calls: list[Call], device: str) -> float:
-    """Seconds of all calls in a row, until the device has done them."""
+    """Seconds until the device has finished all calls."""
     wait = torch.cuda.synchronize if _on_gpu(device) else lambda: None
     wait()
     began = time.perf_counter()
@@ -463,13 +474,13 @@ def _on_gpu(device: str) -> bool:
 
 
 def _side_stream(device: str) -> AbstractContextManager[object]:
-    """A stream that can be captured; a backward pass runs on the stream of its forward pass."""
+    """A side stream, which can be captured; the backward pass runs on the same stream."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if _on_gpu(device) else nullcontext()
 
 
 @contextmanager
 def _kernels(on: bool) -> Iterator[None]:
-    """Turn the kernels on or off for a while."""
+    """Enable or disable the Triton kernels temporarily."""
     before = ops._ENABLED
     ops._ENABLED = on and before
     try:
@@ -479,7 +490,7 @@ def _kernels(on: bool) -> Iterator[None]:
 
 
 def _append(path: Path, row: Row) -> None:
-    """Append a row to a CSV file, at once: what was measured stays, whatever comes after."""
+    """Append a row to a CSV file at once, so that it is kept if a later row fails."""
     new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:

@@ -1,10 +1,9 @@
-"""Time and extra memory of the loss layer: statistics, forward and backward of one batch.
+"""Time and extra memory of the loss layer: statistics, forward and backward pass of one batch.
 
-The forms are "ce" (torch's cross entropy), "library" (:class:`isda.ISDALoss`), "direct" (the
-equations of the paper written down one by one, with tensors of shape (N, C, A) and (N, A, A)) and,
-on request, "peer" (your local copy of the authors' ``ISDA.py`` or ``ISDA_imagenet.py``) and the
-losses that Table 4 compares ISDA with, which have no covariance. Every case runs in a process of
-its own.
+Of the forms compared, "ce" is torch's cross entropy, "library" is :class:`isda.ISDALoss`, and
+"direct" is a literal implementation of the paper's equations with (N, C, A) and (N, A, A) tensors.
+Optional forms are "peer", your local copy of the authors' ``ISDA.py`` or ``ISDA_imagenet.py``, and
+the baseline losses of Table 4, which have no covariance. Each case runs in its own process.
 
     python benchmarks/loss.py --out results/benchmarks/loss_cpu.csv
     python benchmarks/loss.py --table results/benchmarks/loss_cpu.csv
@@ -76,7 +75,7 @@ Group = tuple[tuple[int, int, int, str], list["Row"]]  # N, C, A, structure; its
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed."""
+    """A case to be timed."""
 
     device: str
     form: str  # one of FORMS
@@ -105,7 +104,7 @@ class Row:
 
 
 def measure(case: Case) -> Row:
-    """Time and extra memory of a case; to be called in a fresh process."""
+    """Measure time and extra memory of a case. Call it in a fresh process."""
     torch.set_num_threads(case.threads)
     cuda = _use_device(case.device)
     milliseconds = extra = None
@@ -125,12 +124,12 @@ def measure(case: Case) -> Row:
 
 
 def read(path: Path) -> list[Row]:
-    """Rows of a CSV that this script has written."""
+    """Read a CSV file written by this script."""
     return read_rows(path, Row)
 
 
 def read_rows(path: Path, kind: type[T]) -> list[T]:
-    """Lines of a CSV as instances of a dataclass, whose fields are str, int or float | None."""
+    """Read a CSV file as instances of a dataclass with fields of type str, int or float | None."""
     types = get_type_hints(kind)
 
     def parse(name: str, text: str) -> Any:
@@ -149,7 +148,7 @@ def read_rows(path: Path, kind: type[T]) -> list[T]:
 
 
 def markdown(rows: list[Row]) -> str:
-    """Tables for a page: the structures of the covariance, then the baselines, if timed."""
+    """Markdown tables: the covariance structures, then the baselines, if there are any."""
     groups = _groups(rows)
     structured = [group for group in groups if group[0][3] != "none"]
     baselines = [group for group in groups if group[0][3] == "none"]
@@ -157,7 +156,7 @@ def markdown(rows: list[Row]) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Bar chart of times and extra memory, on logarithmic axes."""
+    """Draw a bar chart of times and extra memory on logarithmic axes."""
     from matplotlib.figure import Figure
 
     groups = _groups(rows)
@@ -202,7 +201,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def peer_loss(path: Path, head: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of the authors' ``ISDA.py`` or ``ISDA_imagenet.py``, of features and target."""
+    """Loss of the authors' ``ISDA.py`` or ``ISDA_imagenet.py``, given features and target."""
     criterion = _load(path).ISDALoss(head.in_features, head.out_features)
     if "fc" in inspect.signature(criterion.forward).parameters:  # ISDA.py
         return lambda features, target: criterion(nn.Identity(), head, features, target, 0.25)[0]
@@ -217,12 +216,12 @@ def peer_loss(path: Path, head: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]
 
 
 def peer_structure(path: Path) -> str:
-    """Structure of the covariance in a file of the authors'."""
+    """Covariance structure used by one of the authors' files."""
     return "full" if _load(path).ISDALoss(2, 3).estimator.CoVariance.dim() == 3 else "diagonal"
 
 
 def require_device(parser: argparse.ArgumentParser, name: str) -> bool:
-    """Use a device that is here, and tell whether it is a GPU."""
+    """Select a device and return whether it is a GPU; exit with an error if it does not exist."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -235,7 +234,7 @@ def require_device(parser: argparse.ArgumentParser, name: str) -> bool:
 
 
 def _use_device(name: str) -> bool:
-    """Make a device the current one if it is a GPU, and tell whether it is."""
+    """Make a GPU the current device; return whether the device is a GPU."""
     device = torch.device(name)
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
@@ -243,7 +242,7 @@ def _use_device(name: str) -> bool:
 
 
 def extra_device_memory(step: Callable[[], object]) -> int:
-    """Bytes of a GPU that a call takes at its peak, above what is held before it."""
+    """Peak GPU memory of a call in bytes, minus what was allocated before it."""
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     step()
@@ -251,13 +250,13 @@ def extra_device_memory(step: Callable[[], object]) -> int:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that something does not fit; torch's own are RuntimeErrors."""
+    """Whether an error means out of memory; torch raises a RuntimeError for this."""
     words = ("allocate memory", "out of memory")  # on a CPU and on a GPU
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def three_digits(value: float | None) -> str:
-    """Three significant digits, no exponent."""
+    """Format with three significant digits and no exponent."""
     if value is None:
         return "–"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
@@ -310,19 +309,32 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    add("--repeat", type=int, default=20, help="steps timed per case (default: 20)")
-    add("--threads", type=int, default=torch.get_num_threads(), help="threads of torch on a CPU")
-    add("--shapes", type=shape, nargs="+", default=SHAPES, metavar="N,C,A", help="sizes to time")
+    add("--repeat", type=int, default=20, help="timed steps per case (default: 20)")
+    add(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="number of CPU threads of torch",
+    )
+    add(
+        "--shapes", type=shape, nargs="+", default=SHAPES, metavar="N,C,A", help="shapes to measure"
+    )
     add("--forms", nargs="+", choices=TIMED, default=TIMED[:3], help="default: ce library direct")
-    add("--structures", nargs="+", choices=STRUCTURES, default=STRUCTURES, help="of the covariance")
+    add(
+        "--structures",
+        nargs="+",
+        choices=STRUCTURES,
+        default=STRUCTURES,
+        help="covariance structures",
+    )
     add(
         "--peer",
         type=Path,
-        help="local copy of the authors' ISDA.py or ISDA_imagenet.py, timed too",
+        help="also measure this local copy of the authors' ISDA.py or ISDA_imagenet.py",
     )
-    add("--out", type=Path, help="CSV to write; a plot is drawn beside it")
-    add("--plot", type=Path, help="PNG to draw, if not beside --out")
-    add("--table", type=Path, metavar="CSV", help="time nothing: print this CSV as markdown")
+    add("--out", type=Path, help="CSV file to write; a plot is written next to it")
+    add("--plot", type=Path, help="PNG file to write, if not next to --out")
+    add("--table", type=Path, metavar="CSV", help="do not measure; print this CSV file as Markdown")
     options = parser.parse_args(arguments)
     if options.repeat < 1 or options.threads < 1:
         parser.error("--repeat and --threads must be >= 1")
@@ -420,7 +432,7 @@ def _load(path: Path) -> ModuleType:
 
 
 def _times(step: Callable[[], None], repeat: int, cuda: bool) -> list[float]:
-    """Seconds of each step, after two that do not count."""
+    """Seconds of each step, after two warm-up steps."""
     for _ in range(2):
         step()
     times: list[float] = []
@@ -447,9 +459,9 @@ def _extra_host_memory(step: Callable[[], None]) -> int:
 
 
 def _process_memory(name: str) -> int:
-    """Bytes of this process, from the kernel's account of it: VmRSS now, VmHWM at the peak.
+    """Memory of this process in bytes from ``/proc``: VmRSS is the current value, VmHWM the peak.
 
-    ``ru_maxrss`` would do but for this: on Linux a process inherits it from its parent.
+    ``ru_maxrss`` does not work on Linux, because a process inherits it from its parent.
     """
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -457,7 +469,7 @@ def _process_memory(name: str) -> int:
 
 
 def _limit_memory() -> None:
-    """Let an allocation fail, with an error, before the machine runs out of memory."""
+    """Make an allocation fail with an error before the machine runs out of memory."""
     if sys.platform == "linux":
         available = _kibibytes(Path("/proc/meminfo"), "MemAvailable") * 1024
         limit = _process_memory("VmSize") + int(0.9 * available)

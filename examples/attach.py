@@ -1,4 +1,4 @@
-"""The one-line change on a torchvision model: bundled digits, ResNet-18, a few seconds on a CPU."""
+"""Train a torchvision ResNet-18 with ISDA on scikit-learn's digits: a few seconds on a CPU."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -34,7 +34,7 @@ def main() -> None:
         if (step + 1) % 10 == 0:
             print(f"steps {step - 8:2d} to {step + 1:2d}: loss {sum(losses[-10:]) / 10:.3f}")
 
-    model.eval()  # from here on the criterion is ordinary cross entropy
+    model.eval()  # the criterion is now ordinary cross entropy
     with torch.no_grad():
         logits = model(images[:256])
         print(f"cross entropy of 256 digits: {criterion(logits, target[:256]).item():.3f}")

@@ -1,4 +1,4 @@
-"""The loss called explicitly: mixup, gradient accumulation, epoch-wise λ, checkpoint and resume."""
+"""Call the loss explicitly, with mixup, gradient accumulation, λ per epoch, and checkpoints."""
 
 import tempfile
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import isda
 
-EPOCHS, BATCH, PARTS = 6, 128, 2  # a batch is taken in PARTS passes
+EPOCHS, BATCH, PARTS = 6, 128, 2  # each batch is split into PARTS forward passes
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "checkpoint.pt"
         for epoch in range(EPOCHS):
-            if epoch == EPOCHS // 2:  # as if the run had been killed: build anew and load
+            if epoch == EPOCHS // 2:  # simulate a restart: create everything again and load
                 body, head, criterion, optimizer = create()
                 state = torch.load(checkpoint)
                 body.load_state_dict(state["body"])
@@ -84,7 +84,7 @@ def train_epoch(
 
 
 def mixup(images: Tensor, target: Tensor, alpha: float = 0.2) -> tuple[Tensor, Tensor]:
-    """Convex combinations of images and of their class probabilities."""
+    """Mix random pairs of images and their class probabilities."""
     share = torch.distributions.Beta(alpha, alpha).sample()
     order = torch.randperm(len(target))
     probabilities = F.one_hot(target, 10).float()
