@@ -18,6 +18,7 @@ from isda.covariance import (
 from isda.distributed import ShardedCovariance
 from isda.functional import monte_carlo_loss, sample
 from isda.loss import ISDALoss
+from isda.multilabel import ISDABCEWithLogitsLoss
 
 __all__ = [
     "AttachedLoss",
@@ -25,6 +26,7 @@ __all__ = [
     "DiagonalCovariance",
     "Estimator",
     "FullCovariance",
+    "ISDABCEWithLogitsLoss",
     "ISDALoss",
     "IdentityCovariance",
     "ShardedCovariance",

@@ -46,7 +46,9 @@ def attach(
     Args:
         model: a classifier that ends in a linear layer.
         criterion: a loss called as ``criterion(features, weight, target, bias=bias,
-            logits=logits)``; None for an :class:`isda.ISDALoss` with the options below.
+            logits=logits)`` and, in eval mode, as ``criterion.evaluate(logits, target)`` (ordinary
+            cross entropy if there is no such method); None for an :class:`isda.ISDALoss` with the
+            options below.
         head: the final ``nn.Linear`` (or 1×1 ``nn.Conv2d`` for dense prediction), if it cannot be
             found automatically.
         lambda_0: this and all other options: see :class:`isda.ISDALoss`.
@@ -135,14 +137,9 @@ class AttachedLoss(nn.Module):
             )
         features, self._capture.features = self._capture.features, None
         if not (self.training and head.training):
-            return ops.cross_entropy(
-                logits,
-                target,
-                class_weight=getattr(self.criterion, "weight", None),
-                label_smoothing=getattr(self.criterion, "label_smoothing", 0.0),
-                ignore_index=getattr(self.criterion, "ignore_index", -100),
-                reduction=getattr(self.criterion, "reduction", "mean"),
-            )
+            evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
+            value: Tensor = evaluate(logits, target)
+            return value
         if features is None:
             raise ValueError(
                 "the criterion must be called outside of a checkpointed function"

@@ -27,9 +27,7 @@ __all__ = [
     "require_call",
     "require_class_weight",
     "require_label_smoothing",
-    "require_lambda_0",
     "require_ramp",
-    "require_total_steps",
 ]
 
 SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
@@ -46,17 +44,11 @@ MISMATCH = (
 )
 
 
-def require_lambda_0(lambda_0: float) -> None:
+def require_ramp(lambda_0: float, total_steps: int | None, ramp: str) -> None:
     if not 0 <= lambda_0 < float("inf"):
         raise ValueError(f"lambda_0 must be >= 0 and finite, got {lambda_0}")
-
-
-def require_total_steps(total_steps: int | None) -> None:
     if total_steps is not None and not (total_steps >= 1 and total_steps % 1 == 0):
         raise ValueError(f"total_steps must be a whole number >= 1, got {total_steps}")
-
-
-def require_ramp(ramp: str) -> None:
     if ramp not in ("linear", "constant"):
         raise ValueError(f"ramp must be 'linear' or 'constant', got {ramp!r}")
 

@@ -21,6 +21,7 @@ __all__ = [
     "FullCovariance",
     "IdentityCovariance",
     "SharedCovariance",
+    "create_estimator",
     "update_and_quadratic",
 ]
 
@@ -111,27 +112,15 @@ class Covariance(nn.Module):
         raise TypeError(f"{type(self).__name__} must define quadratic(weight, target)")
 
     def class_mean(self, index: int) -> Tensor:
-        """Mean of the features of a class so far, whatever the structure.
-
-        Shape:
-            output (A,), float32.
-        """
+        """Mean (A,) of the features of a class so far, whatever the structure."""
         raise TypeError(f"{type(self).__name__} keeps no mean of each class")
 
     def class_covariance(self, index: int) -> Tensor:
-        """Covariance matrix that a class is augmented with, whatever the structure.
-
-        Shape:
-            output (A, A), float32.
-        """
+        """Covariance matrix (A, A) that a class is augmented with, whatever the structure."""
         raise TypeError(f"{type(self).__name__} must define class_covariance(index)")
 
     def grow(self, num_classes: int) -> None:
-        """Make room for more classes; the statistics of the present ones are kept.
-
-        Args:
-            num_classes: new number of classes. The new ones come last and start empty.
-        """
+        """Make room for more classes, which come last and start empty."""
         if num_classes < self.num_classes:
             raise ValueError(
                 f"num_classes must be >= {self.num_classes}, the present number, got {num_classes}"
@@ -370,6 +359,33 @@ COVARIANCES: dict[str, type[Covariance]] = {
     "shared": SharedCovariance,
     "identity": IdentityCovariance,
 }
+
+
+def create_estimator(
+    covariance: str | Estimator, num_features: int, num_classes: int, decay: float
+) -> Estimator:
+    """The estimator that the ``covariance`` option of a criterion stands for."""
+    if isinstance(covariance, str):
+        if covariance not in COVARIANCES:
+            raise ValueError(
+                f"covariance must be an estimator or one of {', '.join(COVARIANCES)}, "
+                f"got {covariance!r}"
+            )
+        return COVARIANCES[covariance](num_features, num_classes, decay=decay)
+    if decay != 1.0:
+        raise ValueError(f"decay must be set on the estimator, got decay={decay} beside one")
+    if isinstance(covariance, type) or not isinstance(covariance, Estimator):
+        raise ValueError(
+            f"covariance must be an estimator with update and quadratic, got {covariance!r}"
+        )
+    if isinstance(covariance, Covariance):
+        found = (covariance.num_features, covariance.num_classes)
+        if found != (num_features, num_classes):
+            raise ValueError(
+                f"covariance must be for num_features={num_features} and "
+                f"num_classes={num_classes}, got {covariance}"
+            )
+    return covariance
 
 
 def _align(covariance: Tensor) -> Tensor:

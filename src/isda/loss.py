@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from isda import checks, distributed, functional, ops
 from isda.checks import BAD_TARGET, SKIP
-from isda.covariance import COVARIANCES, Covariance, Estimator, update_and_quadratic
+from isda.covariance import Covariance, Estimator, create_estimator, update_and_quadratic
 from isda.distributed import ShardedCovariance
 from isda.functional.losses import Reduction, flatten, require_reduction
 
@@ -86,13 +86,11 @@ class ISDALoss(nn.Module):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        checks.require_lambda_0(lambda_0)
-        checks.require_total_steps(total_steps)
-        checks.require_ramp(ramp)
+        checks.require_ramp(lambda_0, total_steps, ramp)
         checks.require_class_weight("weight", weight, num_classes)
         checks.require_label_smoothing(label_smoothing)
         require_reduction(reduction)
-        self.estimator = _create_estimator(covariance, num_features, num_classes, decay)
+        self.estimator = create_estimator(covariance, num_features, num_classes, decay)
         if isinstance(self.estimator, ShardedCovariance):
             self.estimator.check_ranks(synchronize, process_group)
         self.num_features = num_features
@@ -154,14 +152,7 @@ class ISDALoss(nn.Module):
             logits = F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
         with torch.autocast(features.device.type, enabled=False):
             if not self.training:
-                return ops.cross_entropy(
-                    logits,
-                    target,
-                    class_weight=self.weight,
-                    label_smoothing=self.label_smoothing,
-                    ignore_index=self.ignore_index,
-                    reduction=self.reduction,
-                )
+                return self.evaluate(logits, target)
             positions = features.shape[:1] + features.shape[2:]
             if features.dim() > 2:
                 features, logits = flatten(features), flatten(logits)
@@ -182,6 +173,17 @@ class ISDALoss(nn.Module):
                 reduction=self.reduction,
             )
         return loss.view(positions) if self.reduction == "none" else loss
+
+    def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Ordinary cross entropy, as in eval mode."""
+        return ops.cross_entropy(
+            logits,
+            target,
+            class_weight=self.weight,
+            label_smoothing=self.label_smoothing,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+        )
 
     def check(self) -> None:
         """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
@@ -336,29 +338,3 @@ class _Batch(NamedTuple):
     own_index: Tensor  # (N,) classes of the samples of this rank
     own: slice | None  # where these are among all; None on a single rank
     world_size: int
-
-
-def _create_estimator(
-    covariance: str | Estimator, num_features: int, num_classes: int, decay: float
-) -> Estimator:
-    if isinstance(covariance, str):
-        if covariance not in COVARIANCES:
-            raise ValueError(
-                f"covariance must be an estimator or one of {', '.join(COVARIANCES)}, "
-                f"got {covariance!r}"
-            )
-        return COVARIANCES[covariance](num_features, num_classes, decay=decay)
-    if decay != 1.0:
-        raise ValueError(f"decay must be set on the estimator, got decay={decay} beside one")
-    if isinstance(covariance, type) or not isinstance(covariance, Estimator):
-        raise ValueError(
-            f"covariance must be an estimator with update and quadratic, got {covariance!r}"
-        )
-    if isinstance(covariance, Covariance):
-        found = (covariance.num_features, covariance.num_classes)
-        if found != (num_features, num_classes):
-            raise ValueError(
-                f"covariance must be for num_features={num_features} and "
-                f"num_classes={num_classes}, got {covariance}"
-            )
-    return covariance

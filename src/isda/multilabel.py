@@ -1,0 +1,228 @@
+"""ISDABCEWithLogitsLoss: the same augmentation for samples with several labels."""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isda import checks, distributed, functional
+from isda.covariance import Covariance, Estimator, create_estimator
+from isda.functional.losses import Reduction, require_reduction
+
+__all__ = ["ISDABCEWithLogitsLoss"]
+
+
+class ISDABCEWithLogitsLoss(nn.Module):
+    r"""Binary cross entropy under infinite semantic augmentation, for multi-label targets.
+
+    A sample with the labels P moves along the covariance of its own classes, Σ = (1/|P|) Σ_{c ∈ P}
+    Σ_c; a sample without labels does not move. The loss is the upper bound
+    :func:`isda.functional.isda_binary_cross_entropy` at the strength λ = λ₀ · progress. In the
+    statistics, a sample counts once for each of its labels. In eval mode this is
+    ``nn.BCEWithLogitsLoss``.
+
+    Every call reads the labels on the host: it synchronises with a GPU, breaks the graph of
+    ``torch.compile``, and raises for bad values at once. Several ranks are handled as in
+    :class:`isda.ISDALoss`.
+
+    Args:
+        num_features: number A of features, the head's ``in_features``.
+        num_classes: number C of classes, the head's ``out_features``.
+        lambda_0: final strength λ₀ of the augmentation.
+        total_steps: number T of steps of the whole training; not needed if every call passes
+            ``progress``, or with ``ramp="constant"``.
+        covariance: "full", "diagonal", "shared", "identity", or an :class:`isda.Covariance`.
+        decay: weight of old samples, see :class:`isda.Covariance`.
+        ramp: "linear" for λ = λ₀ t/T, "constant" for λ = λ₀.
+        weight: weight of each class, as in ``nn.BCEWithLogitsLoss``.
+        pos_weight: weight of the positive part of each class, as in ``nn.BCEWithLogitsLoss``.
+        reduction: "mean", "sum" or "none".
+        frozen: use the statistics without updating them; can be changed at any time.
+        synchronize: gather the features of all ranks; False if each rank trains its own model.
+        process_group: the ranks that train one model; None for all.
+
+    Shape:
+        features (N, A), weight (C, A), target (N, C); output () or (N, C).
+
+    Example:
+        >>> criterion = ISDABCEWithLogitsLoss(8, 3, lambda_0=0.5, total_steps=100)
+        >>> head = nn.Linear(8, 3)
+        >>> features, target = torch.randn(2, 8), torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+        >>> loss = criterion(features, head.weight, target, bias=head.bias)
+    """
+
+    estimator: Estimator
+    weight: Tensor | None
+    pos_weight: Tensor | None
+    step: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        *,
+        lambda_0: float = 0.5,
+        total_steps: int | None = None,
+        covariance: str | Covariance = "full",
+        decay: float = 1.0,
+        ramp: Literal["linear", "constant"] = "linear",
+        weight: Tensor | None = None,
+        pos_weight: Tensor | None = None,
+        reduction: Reduction = "mean",
+        frozen: bool = False,
+        synchronize: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        checks.require_ramp(lambda_0, total_steps, ramp)
+        checks.require_class_weight("weight", weight, num_classes)
+        checks.require_class_weight("pos_weight", pos_weight, num_classes)
+        require_reduction(reduction)
+        self.estimator = create_estimator(covariance, num_features, num_classes, decay)
+        self.num_features = num_features
+        self.num_classes = num_classes
+        self.lambda_0 = lambda_0
+        self.total_steps = None if total_steps is None else int(total_steps)
+        self.ramp = ramp
+        self.reduction: Reduction = reduction
+        self.frozen = frozen
+        self.synchronize = synchronize
+        self.process_group = process_group
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("pos_weight", pos_weight, persistent=False)
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    def forward(
+        self,
+        features: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        *,
+        bias: Tensor | None = None,
+        logits: Tensor | None = None,
+        progress: float | Tensor | None = None,
+        update: bool = True,
+    ) -> Tensor:
+        """Merge the batch into the statistics and return the loss.
+
+        Args:
+            features: input of the final linear layer.
+            weight: of the final linear layer.
+            target: 1 for the labels of a sample, else 0; or probabilities, of which those above
+                0.5 are labels.
+            bias: of the final linear layer.
+            logits: output of the final linear layer, if it has been computed already.
+            progress: t/T in [0, 1], instead of the criterion's own step count.
+            update: False to leave the statistics and the step count as they are.
+        """
+        if not target.is_floating_point() or features.dim() != 2:
+            raise ValueError(
+                "target must be floating point of shape (N, C) for features of shape (N, A), got "
+                f"{target.dtype} of shape {tuple(target.shape)} for {tuple(features.shape)}"
+            )
+        checks.require_call(
+            self.num_features,
+            self.num_classes,
+            features=features,
+            weight=weight,
+            target=target,
+            bias=bias,
+            logits=logits,
+            progress=progress,
+            criterion=self.step,
+        )
+        if logits is None:
+            logits = F.linear(features, weight, bias)
+        with torch.autocast(features.device.type, enabled=False):
+            if not self.training:
+                return self.evaluate(logits, target)
+            strength = self._strength(progress)
+            world_size = distributed.world_size(self.process_group) if self.synchronize else 1
+            learn = update and not self.frozen
+            self._update(features.detach(), target, world_size, learn)
+            if update:
+                self.step += 1
+            loss = functional.isda_binary_cross_entropy(
+                logits.to(torch.promote_types(logits.dtype, torch.float32)),
+                target,
+                self._quadratic(weight, target),
+                strength=strength,
+                class_weight=self.weight,
+                pos_weight=self.pos_weight,
+                reduction="none" if self.reduction == "none" else "sum",
+            )
+            if self.reduction != "mean":
+                return loss
+            number = torch.tensor(target.numel(), device=target.device)
+            if world_size > 1:
+                number = distributed.sum_over_ranks(number, self.process_group)
+            return loss * world_size / number.clamp(min=1)
+
+    def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Ordinary binary cross entropy, as in eval mode."""
+        return F.binary_cross_entropy_with_logits(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)),
+            target.to(torch.promote_types(logits.dtype, torch.float32)),
+            weight=self.weight,
+            pos_weight=self.pos_weight,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        weights = ", ".join(
+            f"{name}={None if value is None else f'tensor of shape ({self.num_classes},)'}"
+            for name, value in (("weight", self.weight), ("pos_weight", self.pos_weight))
+        )
+        return (
+            f"{self.num_features}, {self.num_classes}, lambda_0={self.lambda_0}, "
+            f"total_steps={self.total_steps}, ramp={self.ramp!r}, {weights}, "
+            f"reduction={self.reduction!r}, frozen={self.frozen}, synchronize={self.synchronize}"
+        )
+
+    def _strength(self, progress: float | Tensor | None) -> float | Tensor:
+        """λ in force."""
+        if self.ramp == "constant":
+            return self.lambda_0
+        if progress is None:
+            if self.total_steps is None:
+                raise ValueError(
+                    "total_steps must be given to the criterion, or progress to each call"
+                )
+            progress = (self.step / self.total_steps).clamp(max=1)
+        return functional.ramped_strength(self.lambda_0, progress)
+
+    def _update(self, features: Tensor, target: Tensor, world_size: int, learn: bool) -> None:
+        """Merge every sample of all ranks into the statistics of each of its classes."""
+        problem = int(not (features.abs() < checks.LARGEST).all())
+        if not ((target >= 0) & (target <= 1)).all():  # false for NaN
+            problem = 2
+        rows, classes = (target > 0.5).nonzero(as_tuple=True)
+        size = len(rows)
+        if world_size > 1:
+            size, problem = distributed.agree(size, problem, self.process_group)
+        if problem == 1:
+            raise ValueError(
+                f"features must be finite: found NaN, or values of {checks.LARGEST:g} or more"
+            )
+        if problem == 2:
+            raise ValueError("target must be in [0, 1]: found values out of range, or NaN")
+        if learn:
+            features = features[rows]  # one row for each label
+            if world_size > 1:
+                features, classes = distributed.gather_batch(
+                    features, classes, self.process_group, size=size
+                )
+            self.estimator.update(features, classes)
+
+    def _quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
+        """Variance of every logit, w_kᵀ Σ w_k with the mean covariance of the sample's classes."""
+        # relative to a class whose weight is 0, a margin is the logit itself
+        extended = F.pad(weight.float(), (0, 0, 0, 1))  # (C + 1, A)
+        classes = torch.arange(self.num_classes, device=weight.device)
+        options: dict[str, Any] = {"covariance_index": classes}
+        zero = torch.full_like(classes, self.num_classes)
+        table = self.estimator.quadratic(extended, zero, **options)[:, :-1]  # (C, C)
+        labels = (target > 0.5).to(table.dtype)
+        return labels / labels.sum(1, keepdim=True).clamp(min=1) @ table

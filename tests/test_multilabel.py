@@ -1,0 +1,230 @@
+"""ISDABCEWithLogitsLoss against naive loops, Monte Carlo, torch, and one process against two."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from ranks import close as close_ranks
+from ranks import results_of
+from reference import draw
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import isda
+from isda import ISDABCEWithLogitsLoss, functional
+
+N, C, A = 7, 5, 4
+STRENGTH = 0.8
+structures = pytest.mark.parametrize("structure", ["full", "diagonal", "shared", "identity"])
+
+
+def make(device: torch.device, **options: Any) -> ISDABCEWithLogitsLoss:
+    options = {"lambda_0": STRENGTH, "ramp": "constant", **options}
+    return ISDABCEWithLogitsLoss(A, C, **options).to(device)
+
+
+def batch(
+    device: torch.device, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[reference.Inputs, Tensor]:
+    """Samples with no label, one label and several labels."""
+    x = draw(N, C, A, seed=seed, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    labels = (torch.rand(N, C, generator=generator) < 0.4).to(device, dtype)
+    labels[0], labels[1] = 0, 1
+    return reference.Inputs(0.5 * x.features, 0.5 * x.weight, *x[2:]), labels
+
+
+def naive(
+    x: reference.Inputs, labels: Tensor, matrices: list[Tensor], strength: float
+) -> list[list[Tensor]]:
+    """The loss of each label of each sample, one at a time."""
+    losses = []
+    for i in range(len(labels)):
+        own = [c for c in range(C) if labels[i, c] > 0.5]
+        covariance = sum((matrices[c] for c in own), torch.zeros(A, A).double()) / max(len(own), 1)
+        row = []
+        for k in range(C):
+            z = x.weight[k] @ x.features[i] + x.bias[k]
+            shift = strength / 2 * (x.weight[k] @ covariance @ x.weight[k])
+            y = labels[i, k]
+            row.append(y * (1 + (shift - z).exp()).log() + (1 - y) * (1 + (shift + z).exp()).log())
+        losses.append(row)
+    return losses
+
+
+def statistics(structure: str, x: reference.Inputs, labels: Tensor) -> list[Tensor]:
+    """Σ_c from every sample that has the label c."""
+    rows, classes = labels.nonzero(as_tuple=True)
+    if structure == "identity":
+        return reference.identity_matrices(x.weight)
+    if structure == "shared":
+        return [reference.pooled_moments(x.features[rows], classes)[2]] * C
+    covariance = reference.class_moments(x.features[rows], classes, C)[2]
+    if structure == "diagonal":
+        return reference.variance_matrices(covariance.diagonal(dim1=1, dim2=2))
+    return list(covariance)
+
+
+@structures
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_and_gradients_against_loops(structure, reduction, device):
+    x, labels = batch(device)
+    criterion = make(device, covariance=structure, reduction=reduction)
+    leaves = [t.clone().requires_grad_() for t in (x.features, x.weight, x.bias)]
+    loss = criterion(leaves[0], leaves[1], labels, bias=leaves[2])
+    doubles = [t.detach().double().cpu().requires_grad_() for t in leaves]
+    there = reference.Inputs(*doubles, *(t.cpu() for t in x[3:]))
+    matrices = [m.detach() for m in statistics(structure, there, labels.cpu())]
+    each = torch.stack([torch.stack(row) for row in naive(there, labels.cpu(), matrices, STRENGTH)])
+    expected = {"none": each, "sum": each.sum(), "mean": each.mean()}[reduction]
+    # float32 statistics: some dozen roundings of 2⁻²⁴
+    torch.testing.assert_close(loss.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(expected.sum(), doubles)
+    loss.sum().backward()
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        torch.testing.assert_close(leaf.grad.double().cpu(), gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_loss_bounds_the_monte_carlo_loss(device):
+    """BCE ≤ E[BCE over draws with the mean covariance of the labels] ≤ loss."""
+    x, labels = batch(device, dtype=torch.float64)
+    covariance = x.covariance
+    share = labels / labels.sum(1, keepdim=True).clamp(min=1)
+    own = torch.einsum("nc,cab->nab", share, covariance)
+    generator = torch.Generator(device).manual_seed(0)
+    draws = functional.sample(
+        x.features,
+        torch.arange(N, device=device),
+        own,
+        strength=STRENGTH,
+        num_samples=20_000,
+        generator=generator,
+    )
+    logits = F.linear(draws, x.weight, x.bias)  # (M, N, C)
+    losses = F.binary_cross_entropy_with_logits(logits, labels.expand_as(logits), reduction="none")
+    explicit, error = losses.mean(0), 4 * losses.std(0) / 20_000**0.5 + 1e-9  # four standard errors
+    quadratic = torch.einsum("ka,nab,kb->nk", x.weight, own, x.weight)
+    plain, bound = (
+        functional.isda_binary_cross_entropy(
+            F.linear(x.features, x.weight, x.bias), labels, quadratic, strength=strength,
+            reduction="none",
+        )
+        for strength in (0.0, STRENGTH)
+    )  # fmt: skip
+    assert (plain <= explicit + error).all()
+    assert (explicit <= bound + error).all()
+    assert (bound[1] > plain[1]).all()  # all labels: it moves
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("train", [False, True])
+def test_without_strength_it_is_torch_binary_cross_entropy(reduction, train, device):
+    x, labels = batch(device)
+    options = {
+        "weight": torch.rand(C, device=device),
+        "pos_weight": 3 * torch.rand(C, device=device),
+        "reduction": reduction,
+    }
+    criterion = make(device, lambda_0=0.0, **options).train(train)
+    found = criterion(x.features, x.weight, labels, bias=x.bias)
+    logits = F.linear(x.features, x.weight, x.bias)
+    torch.testing.assert_close(found, nn.BCEWithLogitsLoss(**options)(logits, labels))
+
+
+def test_ramp_state_and_update(device):
+    criterion = make(device, ramp="linear", total_steps=2)
+    x, labels = batch(device)
+    plain = F.binary_cross_entropy_with_logits(F.linear(x.features, x.weight, x.bias), labels)
+    torch.testing.assert_close(criterion(x.features, x.weight, labels, bias=x.bias), plain)
+    assert criterion.step == 1
+    assert criterion.estimator.count.tolist() == labels.sum(0).long().tolist()
+    before = copy.deepcopy(criterion.state_dict())
+    assert criterion(x.features, x.weight, labels, bias=x.bias, update=False) > plain
+    criterion.frozen = True
+    criterion(x.features, x.weight, labels, bias=x.bias)
+    assert criterion.step == 2
+    for name, tensor in criterion.state_dict().items():
+        assert name == "step" or torch.equal(tensor, before[name])
+    again = make(device, ramp="linear", total_steps=2)
+    again.load_state_dict(criterion.state_dict())
+    values = [c(x.features, x.weight, labels, update=False) for c in (criterion, again)]
+    assert torch.equal(*values)
+
+
+def test_attached_to_a_model(device):
+    model = nn.Sequential(nn.Linear(3, A), nn.ReLU(), nn.Linear(A, C)).to(device)
+    criterion = isda.attach(model, make(device))
+    x, labels = torch.randn(N, 3, device=device), batch(device)[1]
+    loss = criterion(model(x), labels)
+    loss.backward()
+    plain = F.binary_cross_entropy_with_logits(model(x), labels)
+    assert loss > plain
+    model.eval()
+    torch.testing.assert_close(criterion(model(x), labels), plain)
+
+
+@pytest.mark.parametrize("fault", ["nan", "above", "index", "shape"])
+def test_bad_batches_change_nothing(fault, device):
+    criterion = make(device)
+    x, labels = batch(device)
+    features = x.features.clone()
+    message = {
+        "nan": "features must be finite",
+        "above": r"target must be in \[0, 1\]",
+        "index": "target must be floating point of shape",
+        "shape": r"target of class probabilities must have shape \(7, 5\), got \(6, 5\)",
+    }[fault]
+    if fault == "nan":
+        features[2, 1] = torch.nan
+    labels = {"above": 2 * labels, "index": x.target, "shape": labels[1:]}.get(fault, labels)
+    with pytest.raises(ValueError, match=message):
+        criterion(features, x.weight, labels)
+    assert not criterion.estimator.count.any()
+    assert criterion.step == 0
+
+
+def train(model: nn.Module, rank: int | None) -> dict[str, Any]:
+    """Two steps on this rank's part of uneven batches, or on all of them."""
+    criterion = isda.attach(model, ISDABCEWithLogitsLoss(A, C, lambda_0=1.0, ramp="constant"))
+    record: dict[str, Any] = {"losses": [], "gradients": []}
+    for step, parts in enumerate([(5, 2), (0, 4)]):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(sum(parts), 3, generator=generator)
+        labels = (torch.rand(sum(parts), C, generator=generator) < 0.5).float()
+        if rank is not None:
+            x, labels = x.split(parts)[rank], labels.split(parts)[rank]
+        model.zero_grad()
+        loss = criterion(model(x), labels)
+        loss.backward()
+        record["losses"].append(loss.detach())
+        record["gradients"].append([p.grad.clone() for p in model.parameters()])
+    record["state"] = criterion.state_dict()
+    return record
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, A), nn.Tanh(), nn.Linear(A, C))
+
+
+def work(rank: int, world: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
+    torch.save(train(DistributedDataParallel(make_model()), rank), f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.ddp
+def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
+    found, expected = results_of(work, 2, tmp_path), train(make_model(), None)
+    losses = torch.stack([torch.stack(record["losses"]) for record in found])
+    close_ranks(losses.mean(0), torch.stack(expected["losses"]))
+    for record in found:
+        close_ranks(record["gradients"], expected["gradients"])
+        close_ranks(record["state"], expected["state"])
