@@ -63,8 +63,8 @@ def linear(feature: Tensor, weight: Tensor, bias: Tensor | None = None) -> list[
 
 
 def softmax(logits: list[Tensor]) -> list[float]:
-    total = sum(math.exp(z) for z in logits)
-    return [math.exp(z) / total for z in logits]
+    total = sum(math.exp(z.item()) for z in logits)
+    return [math.exp(z.item()) / total for z in logits]
 
 
 def largest(values: list[float]) -> int:
@@ -170,7 +170,7 @@ def test_margins_and_class_weights(device: torch.device) -> None:
     criterion = isda.ISDALoss(
         5, 13, lambda_0=0.8, weight=entry.balanced_weight(count, beta=0.999)
     ).to(device)
-    criterion.estimator.update(earlier.features.to(device), earlier.target.to(device))
+    criterion.estimator.update(earlier.features.float().to(device), earlier.target.to(device))
     loss = entry.MarginLoss(criterion, entry.ldam_margin(count, 0.4).to(device)).to(device)
     head = create_head(ours[1], ours[2])
     attached = isda.attach(nn.Sequential(nn.Identity(), head), loss)
@@ -185,8 +185,9 @@ def test_margins_are_for_training_only(device: torch.device) -> None:
     criterion = isda.ISDALoss(5, 13).to(device)
     loss = entry.MarginLoss(criterion, torch.rand(13, device=device)).eval()
     logits = nn.functional.linear(inputs.features, inputs.weight)
-    value = loss(inputs.features, inputs.weight, inputs.target, logits=logits)
-    assert_close(value, nn.functional.cross_entropy(logits, inputs.target))
+    expected = nn.functional.cross_entropy(logits, inputs.target)
+    assert_close(loss(inputs.features, inputs.weight, inputs.target, logits=logits), expected)
+    assert_close(loss.evaluate(logits, inputs.target), expected)
 
 
 def test_means_and_covariances_mixed_by_confusion(device: torch.device) -> None:
@@ -311,7 +312,7 @@ def test_consistency_of_unlabelled_samples(device: torch.device) -> None:
             expected = expected + 0.3 * probabilities[k] * part / 6
 
     criterion = isda.ISDALoss(5, 13, lambda_0=0.8).to(device)
-    criterion.estimator.update(earlier.features.to(device), earlier.target.to(device))
+    criterion.estimator.update(earlier.features.float().to(device), earlier.target.to(device))
     head = create_head(ours[1], ours[2])
     loss = load("semi_supervised").semi_supervised_loss(
         criterion,
@@ -475,12 +476,13 @@ def test_segmentation_with_upsampled_logits(device: torch.device) -> None:
     inputs = draw(n * h * w, c, a)
     ours, theirs = twins(
         inputs.features.view(n, h, w, a).movedim(-1, 1),
-        inputs.weight,
+        inputs.weight[:, :, None, None],
         inputs.bias,
         device=device,
         dtype=torch.float32,
     )
-    features, weight, bias = theirs
+    features, bias = theirs[0], theirs[2]
+    weight = theirs[1][:, :, 0, 0]
     target = torch.randint(c, (n, height, width))
     target[0, 2:4] = 255  # ignored
     target[1, :, 5] = 255
@@ -520,14 +522,41 @@ def test_segmentation_with_upsampled_logits(device: torch.device) -> None:
     expected = torch.stack(losses).mean()
 
     head = nn.Conv2d(a, c, 1, device="meta")
-    head.weight = nn.Parameter(ours[1][:, :, None, None])
-    head.bias = nn.Parameter(ours[2])
+    head.weight, head.bias = nn.Parameter(ours[1]), nn.Parameter(ours[2])
     estimator = isda.FullCovariance(a, c).to(device)
     loss = load("segmentation").segmentation_loss(
         estimator, head, ours[0], target.to(device), strength=0.8
     )
-    theirs[1] = weight
-    assert_close(loss.double().cpu(), expected, **SINGLE)
-    gradients = torch.autograd.grad(loss, [ours[0], head.weight, head.bias])
-    for gradient, reference in zip(gradients, torch.autograd.grad(expected, theirs), strict=True):
-        assert_close(gradient.double().cpu().view(reference.shape), reference, **SINGLE)
+    assert_same(loss, expected, [ours[0], head.weight, head.bias], theirs, SINGLE)
+
+
+def test_several_labels(device: torch.device) -> None:
+    inputs = draw(7, 13, 5)
+    target = (torch.rand(7, 13) < 0.3).float()
+    target[3] = 0  # a sample without labels
+    target[:, 4] = 0  # a label without samples
+    ours, theirs = twins(
+        inputs.features, inputs.weight, inputs.bias, device=device, dtype=torch.float32
+    )
+    features, weight, bias = theirs
+    pairs = [(i, c) for i in range(7) for c in range(13) if target[i, c]]
+    rows = torch.stack([features[i].detach() for i, _ in pairs])
+    _, _, matrices = class_moments(rows, torch.tensor([c for _, c in pairs]), 13)
+    expected = torch.zeros((), dtype=torch.float64)
+    for i in range(7):
+        own = [c for c in range(13) if target[i, c]]
+        for k, logit in enumerate(linear(features[i], weight, bias)):
+            number = sum(float(target[n, k]) for n in range(7))
+            quadratic = sum(weight[k] @ matrices[c] @ weight[k] / len(own) for c in own)
+            if target[i, k]:
+                part = (7 - number) / number * torch.log(1 + torch.exp(-logit + 0.4 * quadratic))
+            else:
+                part = torch.log(1 + torch.exp(logit + 0.4 * quadratic))
+            expected = expected + part / (7 * 13)
+
+    criterion = load("multi_label").create_multi_label_loss(
+        5, target, lambda_0=0.8, ramp="constant"
+    )
+    head = create_head(ours[1], ours[2])
+    loss = criterion.to(device)(ours[0], head.weight, target.to(device), bias=head.bias)
+    assert_same(loss, expected, [ours[0], head.weight, head.bias], theirs, SINGLE)

@@ -52,6 +52,9 @@ class MarginLoss(nn.Module):
             logits = logits - self.margin * F.one_hot(target, len(self.margin))
         return self.criterion(features, weight, target, logits=logits, **options)
 
+    def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.criterion.evaluate(logits, target)
+
 
 def main() -> None:
     torch.manual_seed(0)
