@@ -142,6 +142,10 @@ def test_page_prints_the_code_of_the_entry(name: str) -> None:
     code = "\n\n\n".join(ast.get_source_segment(source, node) for node in user_code(name))
     section = PAGE.split(f"`examples/cookbook/{name}.py`")[1].split("\n## ")[0]
     assert re.findall(r"```python\n(.*?)\n```", section, re.DOTALL) == [code]
+    imports = re.findall(r"```python\n(.*?)\n```", PAGE, re.DOTALL)[0]
+    names: dict[str, object] = {}
+    exec(f"{imports}\n{code}", names)  # the imports on the page are enough
+    assert set(load(name).__all__) <= names.keys()
 
 
 def test_margins_and_class_weights(device: torch.device) -> None:
@@ -342,7 +346,7 @@ def test_adaptation_without_the_source_data(device: torch.device) -> None:
         cosines = []
         for n in range(7):
             scale = features[i].norm() * features[n].norm()
-            cosines.append((float(features[i] @ features[n] / scale), n))
+            cosines.append(((features[i] @ features[n] / scale).item(), n))
         nearest = [n for _, n in sorted(cosines, reverse=True) if n != i][:2]
         matrix = matrices[largest(probabilities[i])]
         for k in range(13):
