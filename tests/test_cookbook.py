@@ -162,6 +162,7 @@ def test_margins_and_class_weights(device: torch.device) -> None:
         margins.append(0.4 * (min(count.tolist()) / n) ** 0.25)
     average = sum(weights) / len(weights)
     weights = [value / average for value in weights]
+    assert_close(entry.balanced_weight(count, beta=0.999), torch.tensor(weights))
     everything = torch.cat([earlier.features.float(), theirs[0].detach()])
     _, _, matrices = class_moments(everything, torch.cat([earlier.target, inputs.target]), 13)
     total, share = torch.zeros((), dtype=torch.float64), 0.0
