@@ -27,7 +27,8 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/test_kernels.py
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .

@@ -567,7 +567,7 @@ def test_head_by_hand(images, target, device):
         ),
         (
             lambda: attach(sequential(), LargestFeature(), lambda_0=1.0),
-            "options must be set on the criterion, got lambda_0 beside one",
+            "lambda_0 must be set on the criterion that is passed, not on attach",
         ),
         (lambda: attach(sequential(), lambda_0=-1.0), "lambda_0 must be >= 0 and finite, got -1.0"),
     ],

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import isda
 from isda import distributed
 
-pytestmark = [pytest.mark.ddp, pytest.mark.xdist_group("distributed")]  # worlds start once
+pytestmark = pytest.mark.ddp
 
 STRUCTURES = ["full", "diagonal", "shared", "identity"]
 SPLITS = {  # samples of each rank, in each of two steps

@@ -11,7 +11,10 @@ from torch import nn
 import isda
 
 MODULES = [
-    f"isda.{module.name}" for module in pkgutil.iter_modules(isda.__path__) if not module.ispkg
+    module.name
+    for package in (isda, isda.functional)
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    if not module.ispkg
 ]
 
 

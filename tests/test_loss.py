@@ -478,7 +478,7 @@ def test_autocast(structure, device):
         ),
         (
             {"covariance": FullCovariance(A, C), "decay": 0.9},
-            "decay must be set on the estimator, got decay=0.9",
+            "decay=0.9 must be set on the estimator that is passed",
         ),
         (
             {"covariance": FullCovariance(A, C + 1)},

@@ -188,6 +188,20 @@ def test_bad_batches_change_nothing(fault, device):
     assert criterion.step == 0
 
 
+def test_estimators_that_do_not_fit():
+    class Own:
+        def update(self, features: Tensor, target: Tensor) -> None: ...
+
+        def quadratic(self, weight: Tensor, target: Tensor) -> Tensor: ...
+
+    sharded = isda.ShardedCovariance(A, C)
+    ISDABCEWithLogitsLoss(A, C, covariance=sharded)  # of one rank
+    sharded.world_size = 2
+    for covariance in (Own(), sharded):
+        with pytest.raises(ValueError, match="not divided among ranks"):
+            ISDABCEWithLogitsLoss(A, C, covariance=covariance)
+
+
 def train(model: nn.Module, rank: int | None) -> dict[str, Any]:
     """Two steps on this rank's part of uneven batches, or on all of them."""
     criterion = isda.attach(model, ISDABCEWithLogitsLoss(A, C, lambda_0=1.0, ramp="constant"))

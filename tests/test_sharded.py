@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 import isda
 from isda import FullCovariance, ISDALoss, ShardedCovariance, distributed
 
-pytestmark = pytest.mark.xdist_group("sharded")  # the worlds are started once
-
 SPLITS = {  # samples of each rank, in each of three steps
     "even": {2: [(4, 4)] * 3, 3: [(3, 3, 3)] * 3},
     "uneven": {2: [(5, 2), (1, 6), (3, 4)], 3: [(5, 1, 3), (2, 6, 1), (1, 2, 4)]},
@@ -429,6 +427,12 @@ def shard(monkeypatch):
             return ShardedCovariance(*args, **options)
 
     return create
+
+
+def test_a_class_out_of_range():
+    for index in (-1, 5):
+        with pytest.raises(IndexError, match=r"index must be in \[0, 5\)"):
+            ShardedCovariance(A, 5).class_mean(index)
 
 
 @pytest.mark.parametrize(("classes", "world"), BLOCKS)

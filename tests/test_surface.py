@@ -203,6 +203,41 @@ def test_statistics_fed_on_their_own(device):
     assert fed.step == 0
 
 
+def test_statistics_fed_through_the_criterion(device):
+    """Checked, gathered and flattened as in a call; no step is counted."""
+    fed, called = make(device, ignore_index=1), make(device, ignore_index=1)
+    x = inputs(device)
+    fed.update(x.features.T[None], x.target[None])  # (1, A, N): seven positions
+    called(x.features, x.weight, x.target)
+    torch.testing.assert_close(fed.estimator.covariance, called.estimator.covariance)
+    assert fed.step == 0
+    assert fed.estimator.count[1] == 0
+    with pytest.raises(ValueError, match="target must be in"):  # noqa: PT012
+        fed.update(x.features, torch.full_like(x.target, C))
+        fed.check()  # a GPU reports it later
+    assert fed.estimator.count.sum() == called.estimator.count.sum()
+
+
+def test_a_second_loss_of_a_step_has_the_same_strength(device):
+    criterion = make(device, covariance="identity", ramp="linear", total_steps=4)
+    x = inputs(device)
+    for _ in range(3):
+        first, second = (
+            criterion(x.features, x.weight, x.target, update=update) for update in (True, False)
+        )
+        torch.testing.assert_close(first, second)
+    assert criterion.step == 3
+
+
+def test_the_statistics_of_an_attached_criterion(device):
+    model = nn.Linear(A, C).to(device)
+    criterion = isda.attach(model, ramp="constant")
+    x = inputs(device)
+    criterion(model(x.features), x.target)
+    assert criterion.estimator is criterion.criterion.estimator
+    assert criterion.estimator.count.sum() == N
+
+
 @structures
 def test_grow_keeps_the_statistics(structure, device):
     criterion = make(device, covariance=structure)

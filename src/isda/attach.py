@@ -37,7 +37,7 @@ def attach(
     synchronize: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> "AttachedLoss":
-    r"""Create a criterion called with ``(logits, target)`` that knows the features of the model.
+    r"""Create a criterion for a model that is called like ``nn.CrossEntropyLoss()``.
 
     The model keeps its parameters, its output and its checkpoints; it gets one forward pre-hook.
     Call this before or after wrapping the model in ``DistributedDataParallel``, and before the
@@ -51,7 +51,8 @@ def attach(
             options below.
         head: the final ``nn.Linear`` (or 1×1 ``nn.Conv2d`` for dense prediction), if it cannot be
             found automatically.
-        lambda_0: this and all other options: see :class:`isda.ISDALoss`.
+        lambda_0: final strength of the augmentation. For this and the following options see
+            :class:`isda.ISDALoss`.
         total_steps: number of steps of the whole training.
         covariance: structure of the covariances, or an estimator.
         decay: weight of old samples.
@@ -96,7 +97,7 @@ def attach(
         changed = [name for name, value in options.items() if value is not defaults[name]]
         if changed:
             raise ValueError(
-                f"options must be set on the criterion, got {', '.join(changed)} beside one"
+                f"{', '.join(changed)} must be set on the criterion that is passed, not on attach"
             )
     return AttachedLoss(head, criterion)
 
@@ -171,6 +172,12 @@ class AttachedLoss(nn.Module):
         features = self._require_match(features, weight, bias, logits)
         loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
         return loss.view(positions) if loss.dim() == 1 else loss
+
+    @property
+    def estimator(self) -> Estimator:
+        """The statistics of the criterion."""
+        estimator: Estimator = self.criterion.estimator  # type: ignore[assignment]
+        return estimator
 
     def check(self) -> None:
         """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""

@@ -32,9 +32,8 @@ Precision = Literal["high", "medium"]
 class Estimator(Protocol):
     """Anything with these two methods can be passed as ``covariance=``.
 
-    A covariance that is learned or that belongs to a sample gets its gradient through the tensor
-    that ``quadratic`` returns. A ``quadratic`` that also takes ``covariance_index`` supports that
-    argument of :class:`isda.ISDALoss`.
+    If ``quadratic`` returns a tensor that depends on learned parameters, they get a gradient. If it
+    takes ``covariance_index``, that argument of :class:`isda.ISDALoss` is supported.
     """
 
     def update(self, features: Tensor, target: Tensor) -> None:
@@ -70,7 +69,7 @@ def update_and_quadratic(
 
 
 class Covariance(nn.Module):
-    """Base class of the estimators: buffers that stay float32 and keep their shape.
+    """Base class of the estimators: float32 buffers, whatever the precision of the model.
 
     Args:
         num_features: number A of features.
@@ -112,11 +111,11 @@ class Covariance(nn.Module):
         raise TypeError(f"{type(self).__name__} must define quadratic(weight, target)")
 
     def class_mean(self, index: int) -> Tensor:
-        """Mean (A,) of the features of a class so far, whatever the structure."""
+        """Mean (A,) of the features of a class, for structures that keep it (full, diagonal)."""
         raise TypeError(f"{type(self).__name__} keeps no mean of each class")
 
     def class_covariance(self, index: int) -> Tensor:
-        """Covariance matrix (A, A) that a class is augmented with, whatever the structure."""
+        """Covariance matrix (A, A) that is used for a class, in every structure."""
         raise TypeError(f"{type(self).__name__} must define class_covariance(index)")
 
     def grow(self, num_classes: int) -> None:
@@ -373,7 +372,7 @@ def create_estimator(
             )
         return COVARIANCES[covariance](num_features, num_classes, decay=decay)
     if decay != 1.0:
-        raise ValueError(f"decay must be set on the estimator, got decay={decay} beside one")
+        raise ValueError(f"decay={decay} must be set on the estimator that is passed")
     if isinstance(covariance, type) or not isinstance(covariance, Estimator):
         raise ValueError(
             f"covariance must be an estimator with update and quadratic, got {covariance!r}"

@@ -245,6 +245,8 @@ class ShardedCovariance(FullCovariance):
         return torch.where((local >= 0) & (local < len(self.count)), local, SKIP)
 
     def _from_owner(self, buffer: Tensor, index: int) -> Tensor:
+        if not 0 <= index < self.num_classes:
+            raise IndexError(f"index must be in [0, {self.num_classes}), got {index}")
         blocks = [self._block(rank) for rank in range(self.world_size)]
         owner = next(r for r, (first, number) in enumerate(blocks) if 0 <= index - first < number)
         row = buffer.new_empty(buffer.shape[1:])

@@ -134,7 +134,8 @@ class ISDALoss(nn.Module):
             covariance_index: class whose covariance each sample is augmented with, if not that of
                 its target, such as a pseudo-label. With class probabilities it is used for every
                 label.
-            update: False to leave the statistics and the step count as they are.
+            update: False to leave the statistics and the step count as they are, for a second loss
+                in the same training step; λ is that of the last counted step.
         """
         checks.require_call(
             self.num_features,
@@ -173,6 +174,32 @@ class ISDALoss(nn.Module):
                 reduction=self.reduction,
             )
         return loss.view(positions) if self.reduction == "none" else loss
+
+    @torch.no_grad()
+    def update(self, features: Tensor, target: Tensor) -> None:
+        """Merge the samples of all ranks into the statistics; no step is counted.
+
+        Args:
+            features: input of the final linear layer.
+            target: class indices.
+
+        Shape:
+            features (N, A) or (N, A, ...), target (N,) or (N, ...).
+        """
+        weight = features.new_empty(self.num_classes, self.num_features)
+        checks.require_call(
+            self.num_features,
+            self.num_classes,
+            features=features,
+            weight=weight,
+            target=target,
+            criterion=self.step,
+        )
+        if features.dim() > 2:
+            features, target = flatten(features), target.flatten()
+        batch = self._gather(features, target, None, True)
+        batch, _, _ = self._count_step(batch, target, 0.0, False)
+        self.estimator.update(batch.features, batch.index)
 
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
         """Ordinary cross entropy, as in eval mode."""
@@ -269,7 +296,7 @@ class ISDALoss(nn.Module):
         )
         strength: float | Tensor
         index, scale, strength = ops.count_step(
-            self.step if update else self.step.clone(),
+            self.step if update else (self.step - 1).clamp(min=0),
             self.problem,
             batch.index,
             self.lambda_0,

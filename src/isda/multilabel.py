@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from isda import checks, distributed, functional
 from isda.covariance import Covariance, Estimator, create_estimator
+from isda.distributed import ShardedCovariance
 from isda.functional.losses import Reduction, require_reduction
 
 __all__ = ["ISDABCEWithLogitsLoss"]
@@ -17,14 +18,14 @@ __all__ = ["ISDABCEWithLogitsLoss"]
 class ISDABCEWithLogitsLoss(nn.Module):
     r"""Binary cross entropy under infinite semantic augmentation, for multi-label targets.
 
-    A sample with the labels P moves along the covariance of its own classes, Σ = (1/|P|) Σ_{c ∈ P}
-    Σ_c; a sample without labels does not move. The loss is the upper bound
+    A sample with the set of labels P is augmented with the mean covariance of its own classes, Σ =
+    (1/|P|) Σ_{c ∈ P} Σ_c; a sample without labels is not augmented. The loss is the upper bound
     :func:`isda.functional.isda_binary_cross_entropy` at the strength λ = λ₀ · progress. In the
     statistics, a sample counts once for each of its labels. In eval mode this is
     ``nn.BCEWithLogitsLoss``.
 
-    Every call reads the labels on the host: it synchronises with a GPU, breaks the graph of
-    ``torch.compile``, and raises for bad values at once. Several ranks are handled as in
+    Every call reads the labels on the host. It therefore synchronises with a GPU, breaks the graph
+    of ``torch.compile``, and raises immediately for bad values. Several ranks are handled as in
     :class:`isda.ISDALoss`.
 
     Args:
@@ -81,6 +82,13 @@ class ISDABCEWithLogitsLoss(nn.Module):
         checks.require_class_weight("pos_weight", pos_weight, num_classes)
         require_reduction(reduction)
         self.estimator = create_estimator(covariance, num_features, num_classes, decay)
+        if not isinstance(self.estimator, Covariance) or (
+            isinstance(self.estimator, ShardedCovariance) and self.estimator.world_size > 1
+        ):
+            raise ValueError(
+                "covariance must be full, diagonal, shared, identity, or an isda.Covariance that "
+                f"is not divided among ranks, got {self.estimator!r}"
+            )
         self.num_features = num_features
         self.num_classes = num_classes
         self.lambda_0 = lambda_0

@@ -8,14 +8,14 @@ Eq. 4, the exponent               :func:`full_quadratic`, :func:`diagonal_quadra
                                   :func:`shared_quadratic`, :func:`identity_quadratic`,
                                   :func:`isda_logits`
 Eq. 4, the bound on L_∞ (Eq. 3)   :func:`isda_cross_entropy`, :func:`isda_loss`
-the same for multi-label targets  :func:`isda_binary_cross_entropy`
+the bound for multi-label targets :func:`isda_binary_cross_entropy`
 Eq. 9, 10, 11 (Appendix A)        :func:`batch_moments`, :func:`merge_moments`,
                                   :func:`update_moments`
 Eq. 12, 13, 14, the gradients     autograd
 ================================  ==================================================================
 
-All functions are differentiable in every floating-point tensor, covariances included, as often as
-you like. They are also the reference that the fast forms in ``isda/kernels`` are tested against.
+All functions are differentiable in every floating-point tensor, covariances included, any number of
+times. They are also the reference that the implementations in ``isda/kernels`` are tested against.
 Shapes use the paper's letters: N samples, C classes, A features.
 """
 

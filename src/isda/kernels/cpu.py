@@ -1,8 +1,8 @@
 """The operations in plain torch, for every device without Triton kernels.
 
 Covariances are updated in place and multiplied class by class, for the classes of the batch only.
-The values are those of ``isda.functional``; the products are kept for the backward pass. The
-docstrings here hold for the Triton kernels, too.
+The results equal those of ``isda.functional``; the products are saved for the backward pass. The
+docstrings here also describe the Triton kernels, which have the same names.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from isda import Covariance, FullCovariance, ISDALoss, distributed, functional
+from isda import Covariance, FullCovariance, ISDALoss, distributed, ops
 from isda.covariance import COVARIANCES
 from isda.experiments.data import counter_rng
 from isda.experiments.losses.criterion import (
@@ -55,7 +55,7 @@ def focal_loss(logits: Tensor, target: Tensor, *, alpha: float, gamma: float) ->
     Shape:
         logits (N, C), target (N,); output (N,).
     """
-    losses = functional.cross_entropy(logits, target, reduction="none")  # −log p_y
+    losses = ops.cross_entropy(logits, target, reduction="none")  # −log p_y
     wrong = -torch.expm1(-losses)  # 1 − p_y
     smallest = torch.finfo(wrong.dtype).tiny  # the gradient of a power γ < 1 is infinite at 0
     return alpha * wrong.clamp(min=smallest) ** gamma * losses
@@ -72,7 +72,7 @@ def lq_loss(logits: Tensor, target: Tensor, *, q: float) -> Tensor:
     Shape:
         logits (N, C), target (N,); output (N,).
     """
-    return -torch.expm1(-q * functional.cross_entropy(logits, target, reduction="none")) / q
+    return -torch.expm1(-q * ops.cross_entropy(logits, target, reduction="none")) / q
 
 
 def disturb_label(
@@ -256,7 +256,7 @@ class CenterLoss(Criterion):
         require(shape == expected, "weight", shape, f"of shape {expected}")
         features = batch.features.to(batch.logits.dtype)
         centers = _snapshot(self.centers)
-        losses = functional.cross_entropy(batch.logits, batch.target, reduction="none")
+        losses = ops.cross_entropy(batch.logits, batch.target, reduction="none")
         losses = losses + self.center_weight * center_loss(features, centers, batch.target)
         with torch.no_grad():
             sums = distributed.sum_over_ranks(_center_sums(features, centers, batch.target))

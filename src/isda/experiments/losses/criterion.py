@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda import distributed, functional
+from isda import distributed, ops
 
 __all__ = ["IGNORED", "Batch", "Criterion", "is_number", "require", "require_count"]
 
@@ -52,8 +52,8 @@ class Batch(NamedTuple):
     def cross_entropy(self) -> Tensor:
         """Mean cross entropy over all samples of all ranks that are not ignored."""
         if self.world == 1:
-            return functional.cross_entropy(self.raw_logits, self.target)
-        losses = functional.cross_entropy(self.raw_logits, self.target, reduction="none")
+            return ops.cross_entropy(self.raw_logits, self.target)
+        losses = ops.cross_entropy(self.raw_logits, self.target, reduction="none")
         return self.mean(losses)
 
 
@@ -93,7 +93,7 @@ class Criterion(nn.Module):
             logits = F.linear(features, weight, bias)
         with torch.autocast(logits.device.type, enabled=False):
             if not self.training:
-                return functional.cross_entropy(logits, target)
+                return ops.cross_entropy(logits, target)
             world = distributed.world_size(None)
             return self.loss(Batch(features, weight, target, logits, progress, world))
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from isda import functional
+from isda import ops
 from isda.experiments.losses.criterion import (
     IGNORED,
     Batch,
@@ -130,7 +130,7 @@ class LargeMarginLoss(Criterion):
             margin=self.margin,
             beta=self._beta(batch.progress),
         )
-        return batch.mean(functional.cross_entropy(logits, batch.target, reduction="none"))
+        return batch.mean(ops.cross_entropy(logits, batch.target, reduction="none"))
 
     def _beta(self, progress: float | Tensor | None) -> float | Tensor:
         if self.beta_start <= self.beta_min:
