@@ -235,7 +235,7 @@ def test_covariance_index(shape, structure, device):
     generator = torch.Generator().manual_seed(1)
     chosen = torch.randint(classes, (samples,), generator=generator).to(device)
     found = library(structure, x.covariance)(x.weight, x.target, covariance_index=chosen)
-    each = torch.stack(matrices(structure, x.covariance))
+    each = torch.stack(matrices(structure, x.covariance)).double().cpu()
     margin = (x.weight - x.weight[x.target][:, None]).double().cpu()
     expected = torch.einsum("nja,nab,njb->nj", margin, each[chosen.cpu()], margin)
     close(found, expected)

@@ -23,7 +23,7 @@ if importlib.util.find_spec("triton") is None:
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
-from isda.kernels import class_statistics, cross_entropy, cuda, products  # noqa: E402
+from isda.kernels import class_statistics, cross_entropy, cuda, many_classes, products  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 gpu = pytest.mark.gpu
@@ -200,7 +200,7 @@ def test_statistics_of_some_classes(shape):
 def test_many_classes(shape, fewer, precision, monkeypatch):
     """Copies in bfloat16 of some classes at a time, multiplied by cuBLAS."""
     monkeypatch.setattr(products, "_CLASSES", 16)
-    monkeypatch.setattr(products, "_COPIED", 5 * 70**2)
+    monkeypatch.setattr(many_classes, "_COPIED", 5 * 70**2)
     check_quadratic(shape, precision, fewer=fewer)
 
 

@@ -19,7 +19,7 @@ if torch.cuda.is_available():
 import triton
 from triton.backends.compiler import GPUTarget
 
-from isda.kernels import class_statistics, covariance_update, cuda, products
+from isda.kernels import class_statistics, covariance_update, cuda, many_classes, products
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -123,7 +123,8 @@ def test_the_other_kernels(launches):
                 moments.covariance, found, found.classes, count, copies=copies
             )
         partial, product, own = cuda.empty_products(weight, 20, precision)
-        products._launch_squares(product, weight, found.classes, own, partial)
+        many_classes._launch_squares(product, weight, found.classes, own, partial)
+        many_classes.gradient_of_copies(torch.zeros(20, 300), product, own, found.classes)
     for logits in (torch.zeros(20, 300), torch.zeros(20, 5000, dtype=torch.bfloat16)):
         for quadratic, factor in ((torch.zeros(logits.shape), strength), (None, None)):
             for reduce in (True, False):
@@ -131,7 +132,8 @@ def test_the_other_kernels(launches):
                 loss, *saved = cuda.cross_entropy(*inputs, scale, -1, reduce)
                 cuda.cross_entropy_backward(loss, *inputs, *saved, -1)
     assert {launch.name for launch in launches} == {
-        "_screen", "_count_step", "_update", "_squares", "_cross_entropy", "_reduce",
+        "_screen", "_count_step", "_update", "_squares", "_both_sums", "_own_rows",
+        "_cross_entropy", "_reduce",
         "_cross_entropy_backward", "_class_statistics",
     }  # fmt: skip
 

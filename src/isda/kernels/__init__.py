@@ -8,6 +8,8 @@ collects the Triton kernels, one file each:
 ``class_statistics``   count, mean and variance of the classes of a batch (Eq. 9, 10, 11)
 ``covariance_update``  update of full covariances (Eq. 10)
 ``products``           products (W − w_c) Σ_c of Eq. 4, fused with the update
+``split_weight``       the weights as sums of two bfloat16, for tensor cores
+``many_classes``       the same products for more than 256 classes, by cuBLAS
 ``weight_gradient``    quadratic term of each sample, and the gradient of the weights (Eq. 13)
 ``cross_entropy``      shifted logits and cross entropy (Eq. 4), forward and backward
 =====================  =============================================================================

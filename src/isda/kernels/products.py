@@ -3,8 +3,7 @@
 Up to 256 classes, one kernel does both. A program holds a block of rows of one Σ_c and iterates
 over the columns. Every tile is read once, merged with the batch (Eq. 10), written once, and
 multiplied with the weights of all classes while it is in registers. (Classes with many samples are
-merged by the kernel of the update first.) With more classes the products dominate: the update
-leaves copies in bfloat16, some classes at a time, which cuBLAS multiplies.
+merged by the kernel of the update first.) With more classes see ``many_classes.py``.
 
 Products run on tensor cores in bfloat16. With precision "high" each float32 is the sum of two
 (relative error of a product about 2⁻¹⁶), with "medium" it is rounded to one (2⁻⁸). They are
@@ -30,13 +29,13 @@ from isda.kernels.covariance_update import (
     row_layout,
     row_pointers,
 )
-from isda.kernels.launch import batched_matmul, blocks, power_of_2, round_up
+from isda.kernels.launch import blocks, power_of_2, round_up
+from isda.kernels.many_classes import multiply_copies
+from isda.kernels.split_weight import COLUMNS, split_weight
 
 __all__ = ["empty_products", "multiply", "update_and_multiply_"]
 
 _CLASSES = 256  # most classes that the fused kernel takes
-_COLUMNS = 64  # most columns of a covariance in a tile of the fused kernel
-_COPIED = 2**28  # elements of covariances that are copied at a time, with many classes
 _BATCH_ROWS = 4  # rows of a class that the fused kernel merges on the way
 
 
@@ -114,69 +113,13 @@ def _multiply(
     if not len(found.classes):
         return result
     if len(weight) > _CLASSES:
-        _multiply_copies(covariance, found, weight, result, precision, count)
+        multiply_copies(covariance, found, weight, result, precision, count)
         return result
     if count is not None and len(found.rows) > (_BATCH_ROWS - 1) * len(weight):
         launch_update(covariance, found, found.classes, count)
         count = None
     _launch_fused(covariance, found, weight, result, precision, count)
     return result
-
-
-def _multiply_copies(
-    covariance: Tensor,
-    found: Classes,
-    weight: Tensor,
-    result: Products,
-    precision: str,
-    count: Tensor | None,
-) -> None:
-    """Products of many classes by cuBLAS; with a count, the batch is merged first."""
-    num_classes, num_features = weight.shape
-    centred, high, low = _split_weight(weight, 16)
-    high, low = high[:num_classes, :num_features], low[:num_classes, :num_features]
-    parts = 3 if precision == "high" else 1
-    factor = high if parts == 1 else torch.cat([high, high, low], 1)  # beside Σ's high, low, high
-    factor = factor.contiguous()
-    chunk = max(_COPIED // (parts * num_features**2), 1)
-    room = weight.new_zeros(  # zeros: unused slots are multiplied, too
-        min(chunk, len(found.classes)),
-        parts * num_features,
-        num_features,
-        dtype=torch.bfloat16,
-    )
-    chunks = (
-        tensor.split(chunk)
-        for tensor in (found.classes, result.product, result.own, result.partial)
-    )
-    for classes, product, own, partial in zip(*chunks, strict=True):
-        copies = room[: len(classes)]
-        launch_update(covariance, found, classes, count, copies=copies)
-        batched_matmul(factor.expand(len(copies), *factor.shape), copies, product)
-        _launch_squares(product, centred, classes, own, partial)
-
-
-def _launch_squares(
-    product: Tensor,
-    centred: Tensor,
-    classes: Tensor,
-    own: Tensor,
-    partial: Tensor,
-) -> None:
-    """Quadratic term from the products W Σ_c, and the rows w_c Σ_c."""
-    slots, num_classes, num_features = product.shape
-    _squares[(slots, blocks(num_classes, 8))](
-        product,
-        centred,
-        classes,
-        own,
-        partial,
-        num_classes,
-        num_features,
-        centred.shape[1],
-        classes_block=8,
-        features_block=min(power_of_2(num_features), 256),
-    )
 
 
 def _launch_fused(
@@ -191,13 +134,13 @@ def _launch_fused(
     num_classes, num_features = weight.shape
     precise, tiles = precision == "high", _tiles(num_features, precision)
     classes_block = max(16, power_of_2(num_classes))
-    centred, high, low = _split_weight(weight, classes_block)
+    centred, high, low = split_weight(weight, classes_block)
     stride, width = row_layout(covariance)
     room = _shared_memory(covariance.device)
     column = 4 * tiles.rows + (4 if precise else 2) * classes_block  # bytes
     # unaligned rows cannot be copied asynchronously, and a single tile needs no pipeline
-    if width % 16 or num_features <= _COLUMNS:
-        tiles = tiles._replace(columns=_COLUMNS, stages=1)
+    if width % 16 or num_features <= COLUMNS:
+        tiles = tiles._replace(columns=COLUMNS, stages=1)
     elif 2 * column * tiles.columns > room:  # narrower tiles, so that two fit
         tiles = tiles._replace(columns=32)
     stages = min(tiles.stages, room // (column * tiles.columns))
@@ -241,62 +184,6 @@ def _shared_memory(device: torch.device) -> int:
     if device.type != "cuda":  # Triton's interpreter
         return 2**20
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 32 * 1024
-
-
-def _split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight minus its mean over the classes, also as a sum of two bfloat16, padded."""
-    num_classes, num_features = weight.shape
-    padded_classes, padded = round_up(num_classes, block), round_up(num_features, _COLUMNS)
-    high, low = (weight.new_empty(padded_classes, padded, dtype=torch.bfloat16) for _ in range(2))
-    centred = weight.new_empty(num_classes, padded)
-    _split[(padded // 32,)](
-        weight,
-        centred,
-        high,
-        low,
-        num_classes,
-        num_features,
-        padded_classes,
-        padded,
-        rows_block=min(max(power_of_2(num_classes), 16), 128),
-        columns_block=32,
-    )
-    return centred, high, low
-
-
-@triton.jit
-def _split(  # type: ignore[no-untyped-def]
-    weight,
-    centred,
-    high,
-    low,
-    num_classes,
-    num_features,
-    padded_classes,
-    padded_features,
-    rows_block: tl.constexpr,
-    columns_block: tl.constexpr,
-):
-    column = tl.program_id(0) * columns_block + tl.arange(0, columns_block)
-    total = tl.zeros((columns_block,), dtype=tl.float32)
-    for first in range(0, num_classes, rows_block):
-        row = first + tl.arange(0, rows_block)
-        mask = (row < num_classes)[:, None] & (column < num_features)[None, :]
-        place = row[:, None] * num_features + column[None, :]
-        total += tl.sum(tl.load(weight + place, mask=mask, other=0.0), 0)
-    mean = total / num_classes
-    for first in range(0, padded_classes, rows_block):
-        row = first + tl.arange(0, rows_block)
-        mask = (row < num_classes)[:, None] & (column < num_features)[None, :]
-        place = row[:, None] * num_features + column[None, :]
-        value = tl.load(weight + place, mask=mask, other=0.0)
-        value = tl.where(mask, value - mean[None, :], 0.0)
-        upper = value.to(tl.bfloat16)
-        place = row[:, None] * padded_features + column[None, :]
-        tl.store(centred + place, value, mask=(row < num_classes)[:, None])
-        mask = (row < padded_classes)[:, None]
-        tl.store(high + place, upper, mask=mask)
-        tl.store(low + place, (value - upper.to(tl.float32)).to(tl.bfloat16), mask=mask)
 
 
 @triton.jit
@@ -401,48 +288,6 @@ def _batch_row(line, sample, number, element, rows_stride):  # type: ignore[no-u
     """Elements of a row of the batch of a class, 0 if the class has fewer rows."""
     inside = element < tl.where(number >= sample, rows_stride, 0)
     return tl.load(line + sample * rows_stride + element, mask=inside, other=0.0)
-
-
-@triton.jit
-def _squares(  # type: ignore[no-untyped-def]
-    product,
-    centred,
-    classes,
-    own,
-    partial,
-    num_classes,
-    num_features,
-    padded_features,
-    classes_block: tl.constexpr,
-    features_block: tl.constexpr,
-):
-    place = tl.program_id(0).to(tl.int64)
-    label = tl.load(classes + place)
-    other = tl.program_id(1) * classes_block + tl.arange(0, classes_block)
-    total = tl.zeros((classes_block, features_block), dtype=tl.float32)
-    for first in range(0, num_features, features_block):
-        column = first + tl.arange(0, features_block)
-        inside = column < num_features
-        if label < 0:
-            own_product = tl.zeros((features_block,), dtype=tl.float32)
-        else:
-            line = (place * num_classes + label) * num_features
-            own_product = tl.load(product + line + column, mask=inside, other=0.0).to(tl.float32)
-            own_weight = tl.load(centred + label * padded_features + column, mask=inside, other=0.0)
-            mask = (other < num_classes)[:, None] & inside[None, :]
-            element = other[:, None] * num_features + column[None, :]
-            tile = tl.load(
-                product + place * num_classes * num_features + element, mask=mask, other=0.0
-            )
-            element = other[:, None] * padded_features + column[None, :]
-            margin = tl.load(centred + element, mask=mask, other=0.0) - own_weight[None, :]
-            tile = tile.to(tl.float32) - own_product[None, :]
-            total += tl.where(mask, tile * margin, 0.0)
-        if tl.program_id(1) == 0:
-            tl.store(own + place * num_features + column, own_product, mask=inside)
-    if label >= 0:
-        part = tl.sum(total, 1)
-        tl.store(partial + place * num_classes + other, part, mask=other < num_classes)
 
 
 @triton.jit

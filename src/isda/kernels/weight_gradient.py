@@ -3,13 +3,13 @@
 The products are those of ``products.py``; each class of the batch has a slot.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from isda.kernels.covariance_update import row_layout
-from isda.kernels.launch import batched_matmul, blocks, power_of_2
+from isda.kernels.launch import blocks, power_of_2
+from isda.kernels.many_classes import gradient_of_copies
 
 __all__ = ["quadratic_rows", "weight_gradient"]
 
@@ -66,7 +66,7 @@ def weight_gradient(
         block=block,
     )
     if len(own):
-        return _gradient_of_many_classes(factors, product, own, classes)
+        return gradient_of_copies(factors, product, own, classes)
     result = grad.new_empty(num_classes, num_features)
     _weight_gradient[(num_classes, blocks(num_features, 64))](
         factors,
@@ -82,19 +82,6 @@ def weight_gradient(
         features_block=64,
     )
     return result
-
-
-def _gradient_of_many_classes(
-    factors: Tensor, product: Tensor, own: Tensor, classes: Tensor
-) -> Tensor:
-    """The same with products W Σ_c and w_c Σ_c, which are too many for a single pass in cache."""
-    factors = factors.to(product.dtype)
-    others = batched_matmul(factors.T[:, None], product.transpose(0, 1))[:, 0]  # (C, A)
-    result = torch.addmm(others, factors.T.float(), own, alpha=-1)
-    summed = batched_matmul(factors[:, None], product)[:, 0]  # (P, A)
-    summed -= factors.float().sum(1, keepdim=True) * own
-    row = torch.where(classes < 0, 0, classes)  # unused slots have factors of 0
-    return result.index_add_(0, row, summed, alpha=-1)
 
 
 @triton.jit
