@@ -61,7 +61,7 @@ def diagonal_quadratic(
         weight (C, A), target (N,), variance (C, A), covariance_index (N,); output (N, C).
     """
     weight = weight - weight.mean(0)  # margins do not change; avoids cancellation in float32
-    own = weight[target]  # (N, A)
+    own = weight.index_select(0, target)  # (N, A); its gradient is cheaper than that of [target]
     scale = variance[target if covariance_index is None else covariance_index]  # (N, A)
     own_scaled = scale * own
     offset = (own_scaled * own).sum(1, keepdim=True)  # (N, 1)
