@@ -43,7 +43,6 @@ from torch.nn import functional as F
 
 import isda
 from isda import ops
-from isda.covariance import update_and_quadratic
 from isda.experiments.training.environment import environment
 
 __all__ = ["Row", "copy_bandwidth", "draw", "floor_bytes", "main", "markdown", "measure"]
@@ -400,10 +399,22 @@ def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Cal
     if row.piece == "quadratic":
         return [partial(estimator.quadratic, weight, y) for _, y in batches]
     if row.piece == "update and quadratic":
-        return [partial(update_and_quadratic, estimator, x, y, weight) for x, y in batches]
+        return [partial(_update_and_quadratic, estimator, x, y, weight) for x, y in batches]
     results = [estimator.quadratic(head.weight, y) for _, y in batches]
     backward = partial(torch.autograd.grad, grad_outputs=gradient, retain_graph=True)
     return [partial(backward, result, head.weight) for result in results]
+
+
+def _update_and_quadratic(
+    estimator: isda.Covariance, features: Tensor, target: Tensor, weight: Tensor
+) -> Tensor:
+    """As in a call of the loss: with full covariances in one pass."""
+    if isinstance(estimator, isda.FullCovariance):
+        return ops.update_and_quadratic(
+            estimator.moments, features, target, weight, estimator.decay, estimator.precision
+        )
+    estimator.update(features, target)
+    return estimator.quadratic(weight, target)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

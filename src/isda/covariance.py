@@ -22,7 +22,6 @@ __all__ = [
     "IdentityCovariance",
     "SharedCovariance",
     "create_estimator",
-    "update_and_quadratic",
 ]
 
 Precision = Literal["high", "medium"]
@@ -49,23 +48,6 @@ class Estimator(Protocol):
         Shape:
             weight (C, A), target (N,); output (N, C).
         """
-
-
-def update_and_quadratic(
-    estimator: Estimator, features: Tensor, target: Tensor, weight: Tensor
-) -> Tensor:
-    """Merge a batch, then give its quadratic term; rows of negative targets are undefined.
-
-    Shape:
-        features (N, A), target (N,), weight (C, A); output (N, C).
-    """
-    if type(estimator) is FullCovariance:  # a subclass may define either method anew
-        moments = estimator.moments
-        return ops.update_and_quadratic(
-            moments, features, target, weight.float(), estimator.decay, estimator.precision
-        )
-    estimator.update(features, target)
-    return estimator.quadratic(weight, target.clamp(min=0))
 
 
 class Covariance(nn.Module):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from isda import checks, distributed, functional, ops
 from isda.checks import BAD_TARGET, SKIP
-from isda.covariance import Covariance, Estimator, create_estimator, update_and_quadratic
+from isda.covariance import Covariance, Estimator, FullCovariance, create_estimator
 from isda.distributed import ShardedCovariance
 from isda.functional.losses import Reduction, flatten, require_reduction
 
@@ -327,22 +327,29 @@ class ISDALoss(nn.Module):
 
         For class probabilities the margins are relative to every label.
         """
-        soft = target.is_floating_point()
-        if learn and batch.own is None and covariance_index is None and not soft:
-            return update_and_quadratic(self.estimator, batch.features, batch.index, weight)
+        soft, own, estimator = target.is_floating_point(), batch.own_index, self.estimator
+        simple = batch.own is None and covariance_index is None and not soft
+        if learn and simple and type(estimator) is FullCovariance:  # no subclass: it may differ
+            return ops.update_and_quadratic(
+                estimator.moments,
+                batch.features,
+                own,
+                weight.float(),
+                estimator.decay,
+                estimator.precision,
+            )
         if learn:
-            self.estimator.update(batch.features, batch.index)
-        own = batch.own_index
+            estimator.update(batch.features, batch.index)
         label = torch.arange(self.num_classes, device=own.device) if soft else own.clamp(min=0)
         if covariance_index is None:
-            return self.estimator.quadratic(weight, label)
+            return estimator.quadratic(weight, label)
         options: dict[str, Any] = {
             "covariance_index": torch.where(own < 0, 0, covariance_index.flatten())
         }
         if not soft:
-            return self.estimator.quadratic(weight, label, **options)
+            return estimator.quadratic(weight, label, **options)
         options["covariance_index"] = options["covariance_index"].repeat_interleave(len(label))
-        rows = self.estimator.quadratic(weight, label.repeat(len(own)), **options)
+        rows = estimator.quadratic(weight, label.repeat(len(own)), **options)
         return rows.view(len(own), len(label), len(label))
 
     def _message(self, problem: int) -> str:

@@ -7,6 +7,7 @@ static shapes while the implementation may loop over the classes of the batch. E
 The environment variable ``ISDA_TRITON=0`` (read at import) turns the Triton kernels off.
 """
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
@@ -176,7 +177,7 @@ def _register(
 ) -> CustomOpDef:
     """Make an operator of the function in ``kernels/cpu.py`` and its counterpart for CUDA."""
     operator = custom_op(f"isda::{name}", getattr(cpu, name), mutates_args=mutates_args)
-    operator.register_kernel("cuda", lambda *args: _on_cuda(name, *args))
+    operator.register_kernel("cuda", functools.partial(_on_cuda, name))
     operator.register_fake(fake)
     return operator
 
@@ -265,9 +266,10 @@ def _fused_cross_entropy(
     Returns:
         the loss, and for the backward pass the log-sum-exp of every sample and the factor.
     """
-    inputs = (logits, quadratic, target, strength, scale, ignore_index, reduce)
-    result: tuple[Tensor, Tensor, Tensor] = _on_cuda("cross_entropy", *inputs)
-    return result
+    from isda.kernels import cuda  # imports Triton
+
+    with torch.cuda.device_of(logits):  # Triton launches on the current device
+        return cuda.cross_entropy(logits, quadratic, target, strength, scale, ignore_index, reduce)
 
 
 @_fused_cross_entropy.register_fake
@@ -289,9 +291,12 @@ def _cross_entropy_backward(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the logits and of the quadratic term (empty without one)."""
-    inputs = (logits, quadratic, target, strength, total, factor, ignore_index)
-    result: tuple[Tensor, Tensor] = _on_cuda("cross_entropy_backward", grad, *inputs)
-    return result
+    from isda.kernels import cuda  # imports Triton
+
+    with torch.cuda.device_of(logits):
+        return cuda.cross_entropy_backward(
+            grad, logits, quadratic, target, strength, total, factor, ignore_index
+        )
 
 
 @_cross_entropy_backward.register_fake

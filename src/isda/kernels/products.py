@@ -118,19 +118,6 @@ def _multiply(
     if count is not None and len(found.rows) > (_BATCH_ROWS - 1) * len(weight):
         launch_update(covariance, found, found.classes, count)
         count = None
-    _launch_fused(covariance, found, weight, result, precision, count)
-    return result
-
-
-def _launch_fused(
-    covariance: Tensor,
-    found: Classes,
-    weight: Tensor,
-    result: Products,
-    precision: str,
-    count: Tensor | None,
-) -> None:
-    """Launch the fused kernel; with a count, it merges the batch."""
     num_classes, num_features = weight.shape
     precise, tiles = precision == "high", _tiles(num_features, precision)
     classes_block = max(16, power_of_2(num_classes))
@@ -176,6 +163,7 @@ def _launch_fused(
         num_warps=8 if classes_block > 128 else tiles.warps,
         num_stages=max(stages, 1),
     )
+    return result
 
 
 @functools.cache
