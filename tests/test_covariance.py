@@ -241,6 +241,20 @@ def test_checkpoint_of_another_dtype(kind, device):
 
 
 @with_state
+@pytest.mark.parametrize("fault", ["nan", "inf", "negative"])
+def test_damaged_checkpoint(kind, fault, device):
+    estimator = trained(kind, device)
+    before, state = bits(estimator), bits(estimator)
+    if fault == "negative":
+        state["count"] -= 1000
+    else:
+        state["mean"].flatten()[-1] = float(fault)
+    with pytest.raises(ValueError, match=r"must be .* got a damaged checkpoint"):
+        estimator.load_state_dict(state)
+    assert_bits(estimator, before)
+
+
+@with_state
 def test_millions_of_samples(kind, device):
     """As of the pixels of dense prediction: float32 sums, one by one, would stop growing."""
     generator = torch.Generator().manual_seed(0)

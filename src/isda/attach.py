@@ -141,35 +141,18 @@ class AttachedLoss(nn.Module):
             evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
             value: Tensor = evaluate(logits, target)
             return value
-        if features is None:
-            raise ValueError(
-                "the criterion must be called outside of a checkpointed function"
-                if _in_backward()
-                else "logits must come from a forward pass of the attached model in training mode, "
-                "one pass for each call of the criterion; there was no pass before this call"
-            )
-        if self.mismatch.device != features.device:
-            self.to(features.device)  # the model was moved after attach
-        weight: Tensor = head.weight.flatten(1)  # type: ignore[operator]
-        bias: Tensor | None = head.bias  # type: ignore[assignment]
         soft = target.is_floating_point()
         positions = target.shape[:1] + target.shape[2:] if soft else target.shape
-        if isinstance(head, nn.Linear) and features.dim() > 2:  # tokens: (N, L, A)
-            features, logits = features.flatten(0, -2), flatten(logits)
+        weight: Tensor = head.weight.flatten(1)  # type: ignore[operator]
+        bias: Tensor | None = head.bias  # type: ignore[assignment]
+        try:
+            features, logits = self._require_pair(features, logits, weight, bias)
+        except ValueError:
+            if hasattr(self.criterion, "refuse"):
+                self.criterion.refuse()  # type: ignore[operator]
+            raise
+        if isinstance(head, nn.Linear) and len(positions) > 1:  # tokens: (N, L, A)
             target = flatten(target) if soft else target.flatten()
-        elif features.shape[2:] == (1, 1) and logits.dim() == 2:  # flattened after the head
-            features = features.flatten(1)
-        if len(logits) != len(features):
-            raise ValueError(
-                f"logits must be of the last batch of the model, {len(features)} samples, "
-                f"got {len(logits)}"
-            )
-        if logits.shape[1] != len(weight):
-            raise ValueError(
-                f"logits must have {len(weight)} classes, like the attached layer {head}, got "
-                f"{logits.shape[1]}; pass head= if the model ends in another layer"
-            )
-        features = self._require_match(features, weight, bias, logits)
         loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
         return loss.view(positions) if loss.dim() == 1 else loss
 
@@ -208,15 +191,39 @@ class AttachedLoss(nn.Module):
     def _remove_hook_with_criterion(self) -> None:
         weakref.finalize(self, self._handle.remove).atexit = False
 
-    def _require_match(
-        self, features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor
-    ) -> Tensor:
-        """The features, if the logits are computed from them; else an error.
+    def _require_pair(
+        self, features: Tensor | None, logits: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Features and logits in matching shapes, if the logits are computed from the features.
 
         On a CPU up to 1024 samples are compared. On a GPU, and when compiled, it is the first
         sample and 64 classes; the error is kept in ``mismatch``, and NaN features keep the batch
         out of the statistics.
         """
+        (head,) = self._head
+        if features is None:
+            raise ValueError(
+                "the criterion must be called outside of a checkpointed function"
+                if _in_backward()
+                else "logits must come from a forward pass of the attached model in training mode, "
+                "one pass for each call of the criterion; there was no pass before this call"
+            )
+        if self.mismatch.device != features.device:
+            self.to(features.device)  # the model was moved after attach
+        if isinstance(head, nn.Linear) and features.dim() > 2:  # tokens: (N, L, A)
+            features, logits = features.flatten(0, -2), flatten(logits)
+        elif features.shape[2:] == (1, 1) and logits.dim() == 2:  # flattened after the head
+            features = features.flatten(1)
+        if len(logits) != len(features):
+            raise ValueError(
+                f"logits must be of the last batch of the model, {len(features)} samples, "
+                f"got {len(logits)}"
+            )
+        if logits.shape[1] != len(weight):
+            raise ValueError(
+                f"logits must have {len(weight)} classes, like the attached layer {head}, got "
+                f"{logits.shape[1]}; pass head= if the model ends in another layer"
+            )
         at_once = checks.known_on_host(features)
         samples, step, classes = (None, len(features) // 1024 + 1, None) if at_once else (1, 1, 64)
         with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
@@ -232,9 +239,9 @@ class AttachedLoss(nn.Module):
         if at_once:
             if differ:
                 raise ValueError(checks.MISMATCH)
-            return features
+            return features, logits
         self.mismatch.logical_or_(differ)
-        return torch.where(differ, torch.nan, features)
+        return torch.where(differ, torch.nan, features), logits
 
 
 def find_head(model: nn.Module) -> nn.Linear:

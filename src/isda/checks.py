@@ -18,6 +18,7 @@ __all__ = [
     "BAD_TARGET",
     "LARGEST",
     "MISMATCH",
+    "REFUSED",
     "SKIP",
     "is_scalar",
     "known_on_host",
@@ -32,6 +33,9 @@ __all__ = [
 
 SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
 """Class indices of samples that are skipped, that have bad features, or a bad target."""
+
+REFUSED = 3
+"""Problem number of a batch that another rank has refused; 1 and 2: see :func:`problem_in`."""
 
 LARGEST = 1e15
 """Features of this size or more are refused: the sum of their squares may overflow float32."""
@@ -179,6 +183,8 @@ def problem_in(index: Tensor) -> Tensor:
 
 def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
     """The error for a problem number."""
+    if problem == REFUSED:
+        return "another rank refused its batch; its error says why. Nothing was changed on any rank"
     if problem == SKIP - BAD_FEATURES:
         return (
             f"features must be finite: found NaN, or values of {LARGEST:g} or more; the batch was "

@@ -4,6 +4,7 @@
 statistics, ``quadratic`` gives the variance of every logit margin.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -112,7 +113,7 @@ class Covariance(nn.Module):
         return f"{self.num_features}, {self.num_classes}, decay={self.decay}"
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise ValueError if a checkpoint is of another estimator or another shape."""
+        """Raise ValueError if a checkpoint is damaged, or of another estimator or shape."""
         expected = self.state_dict()
         found = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
         if found != expected.keys():
@@ -128,6 +129,11 @@ class Covariance(nn.Module):
                     f"for num_features={self.num_features} and num_classes={self.num_classes}, "
                     f"got {shape}"
                 )
+            low, high = state[prefix + name].aminmax() if buffer.numel() else (0, 0)
+            if not (-math.inf < low and high < math.inf):  # false for NaN
+                raise ValueError(f"{prefix + name} must be finite, got a damaged checkpoint")
+            if name == "count" and low < 0:
+                raise ValueError(f"{prefix + name} must be >= 0, got a damaged checkpoint")
 
     def _register_moments(self, *shape: int, covariance: str, square: bool) -> None:
         """Buffers ``count``, ``mean`` and the covariance, with the shape of the former."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda import ops
-from isda.checks import SKIP
+from isda.checks import REFUSED, SKIP
 from isda.covariance import FullCovariance, Precision, _align
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "gather_batch",
     "gather_target",
     "rank",
+    "refuse",
     "sum_over_ranks",
     "world_size",
 ]
@@ -56,6 +57,12 @@ def agree(size: int, problem: int, group: dist.ProcessGroup | None) -> tuple[int
     dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=_host_group(group))
     size, problem = answer.tolist()
     return size, problem
+
+
+def refuse(group: dist.ProcessGroup | None) -> None:
+    """Tell the other ranks, which are in :func:`agree`, that this one refuses its batch."""
+    if not torch.compiler.is_compiling():
+        agree(0, REFUSED, group)
 
 
 def gather_batch(

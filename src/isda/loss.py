@@ -137,18 +137,22 @@ class ISDALoss(nn.Module):
             update: False to leave the statistics and the step count as they are, for a second loss
                 in the same training step; λ is that of the last counted step.
         """
-        checks.require_call(
-            self.num_features,
-            self.num_classes,
-            features=features,
-            weight=weight,
-            target=target,
-            bias=bias,
-            logits=logits,
-            progress=progress,
-            covariance_index=covariance_index,
-            criterion=self.step,
-        )
+        try:
+            checks.require_call(
+                self.num_features,
+                self.num_classes,
+                features=features,
+                weight=weight,
+                target=target,
+                bias=bias,
+                logits=logits,
+                progress=progress,
+                covariance_index=covariance_index,
+                criterion=self.step,
+            )
+        except ValueError:
+            self.refuse()
+            raise
         if logits is None:
             logits = F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
         with torch.autocast(features.device.type, enabled=False):
@@ -200,6 +204,11 @@ class ISDALoss(nn.Module):
         batch = self._gather(features, target, None, True)
         batch, _, _ = self._count_step(batch, target, 0.0, False)
         self.estimator.update(batch.features, batch.index)
+
+    def refuse(self) -> None:
+        """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
+        if self.training and self.synchronize:
+            distributed.refuse(self.process_group)
 
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
         """Ordinary cross entropy, as in eval mode."""

@@ -125,22 +125,26 @@ class ISDABCEWithLogitsLoss(nn.Module):
             progress: t/T in [0, 1], instead of the criterion's own step count.
             update: False to leave the statistics and the step count as they are.
         """
-        if not target.is_floating_point() or features.dim() != 2:
-            raise ValueError(
-                "target must be floating point of shape (N, C) for features of shape (N, A), got "
-                f"{target.dtype} of shape {tuple(target.shape)} for {tuple(features.shape)}"
+        try:
+            if not target.is_floating_point() or features.dim() != 2:
+                raise ValueError(
+                    "target must be floating point of shape (N, C) for features of shape (N, A), "
+                    f"got {target.dtype} of shape {tuple(target.shape)} for {tuple(features.shape)}"
+                )
+            checks.require_call(
+                self.num_features,
+                self.num_classes,
+                features=features,
+                weight=weight,
+                target=target,
+                bias=bias,
+                logits=logits,
+                progress=progress,
+                criterion=self.step,
             )
-        checks.require_call(
-            self.num_features,
-            self.num_classes,
-            features=features,
-            weight=weight,
-            target=target,
-            bias=bias,
-            logits=logits,
-            progress=progress,
-            criterion=self.step,
-        )
+        except ValueError:
+            self.refuse()
+            raise
         if logits is None:
             logits = F.linear(features, weight, bias)
         with torch.autocast(features.device.type, enabled=False):
@@ -167,6 +171,11 @@ class ISDABCEWithLogitsLoss(nn.Module):
             if world_size > 1:
                 number = distributed.sum_over_ranks(number, self.process_group)
             return loss * world_size / number.clamp(min=1)
+
+    def refuse(self) -> None:
+        """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
+        if self.training and self.synchronize:
+            distributed.refuse(self.process_group)
 
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
         """Ordinary binary cross entropy, as in eval mode."""
@@ -210,6 +219,8 @@ class ISDABCEWithLogitsLoss(nn.Module):
         size = len(rows)
         if world_size > 1:
             size, problem = distributed.agree(size, problem, self.process_group)
+        if problem == checks.REFUSED:
+            raise ValueError(checks.problem_message(problem, self.num_classes, -100))
         if problem == 1:
             raise ValueError(
                 f"features must be finite: found NaN, or values of {checks.LARGEST:g} or more"

@@ -1,0 +1,108 @@
+"""A batch that one rank refuses is refused by all ranks, before anything changes."""
+
+import copy
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import close, results_of
+from torch import Tensor, nn
+
+import isda
+
+pytestmark = pytest.mark.ddp
+N, C, A = 6, 5, 4
+FAULTS = {  # what the second rank does wrong in an explicit call
+    "features": lambda call: call | {"features": call["features"][:, 1:]},
+    "weight": lambda call: call | {"weight": call["weight"].long()},
+    "target": lambda call: call | {"target": call["target"].int()},
+    "logits": lambda call: call | {"logits": torch.zeros(N, C + 1)},
+    "progress": lambda call: call | {"progress": 1.5},
+    "index": lambda call: call | {"covariance_index": call["target"][1:]},
+}
+ATTACHED = {  # and in a call of an attached criterion
+    "changed logits": lambda model, x: 2 * model(x),
+    "fewer logits": lambda model, x: model(x)[1:],
+    "no pass": lambda model, x: torch.zeros(N, C),
+}
+OTHER = "another rank refused its batch"
+
+
+def message_of(function: Any, *args: Any, **options: Any) -> str:
+    try:
+        function(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def draw(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "features": torch.randn(N, A, generator=generator),
+        "weight": torch.randn(C, A, generator=generator),
+        "target": torch.randint(C, (N,), generator=generator),
+    }
+
+
+def work(rank: int, world: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),  # ranks that wait in vain fail the tests
+    )
+    messages: dict[str, str] = {}
+    criterion = isda.ISDALoss(A, C, lambda_0=0.5, ramp="constant")
+    criterion(**draw(rank))
+    before = copy.deepcopy(criterion.state_dict())
+    for name, fault in FAULTS.items():
+        call = draw(rank)
+        messages[name] = message_of(criterion, **(fault(call) if rank == 1 else call))
+    after = copy.deepcopy(criterion.state_dict())
+    loss = criterion(**draw(10 + rank))
+
+    torch.manual_seed(0)
+    model = nn.Linear(A, C)
+    attached = isda.attach(model, ramp="constant")
+    for name, fault in ATTACHED.items():
+        call = draw(rank)
+        logits = fault(model, call["features"]) if rank == 1 else model(call["features"])
+        messages[name] = message_of(attached, logits, call["target"])
+        model(call["features"])
+        attached._capture.features = None
+    binary = isda.ISDABCEWithLogitsLoss(A, C, ramp="constant")
+    labels = torch.ones(N, C)[rank:]  # too few on the second rank
+    call = draw(rank)
+    messages["labels"] = message_of(binary, call["features"], call["weight"], labels)
+    record = {"messages": messages, "states": [before, after], "loss": loss}
+    torch.save(
+        record | {"counts": [attached.estimator.count, binary.estimator.count]},
+        f"{folder}/rank{rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+def test_all_ranks_refuse(tmp_path: Path) -> None:
+    first, second = results_of(work, 2, tmp_path)
+    for name in (*FAULTS, *ATTACHED, "labels"):
+        assert OTHER in first["messages"][name], name
+        assert second["messages"][name], name
+        assert OTHER not in second["messages"][name], name
+    for record in (first, second):
+        close(*record["states"])
+        assert not any(count.any() for count in record["counts"])
+    batches = [[draw(rank), draw(10 + rank)] for rank in range(2)]
+    whole = isda.ISDALoss(A, C, lambda_0=0.5, ramp="constant")
+    for step in range(2):
+        parts = [batches[rank][step] for rank in range(2)]
+        features, target = (
+            torch.cat([part[key] for part in parts]) for key in ("features", "target")
+        )
+        whole.update(features, target)
+    losses = [whole(**batches[rank][1], update=False) for rank in range(2)]
+    close(torch.stack([first["loss"], second["loss"]]), torch.stack(losses))
