@@ -77,7 +77,6 @@ def require_call(
     num_classes: int,
     *,
     features: Tensor,
-    weight: Tensor,
     target: Tensor,
     progress: float | Tensor | None = None,
     **others: Tensor | None,
@@ -88,12 +87,11 @@ def require_call(
         num_features: number A of features.
         num_classes: number C of classes.
         features: input of the final linear layer.
-        weight: of the final linear layer.
         target: class indices or class probabilities.
         progress: t/T.
-        others: "bias", "logits", "covariance_index" and "criterion", any buffer of the criterion.
+        others: "weight", "bias", "logits", "covariance_index", and "criterion", any buffer of it.
     """
-    tensors = {"features": features, "weight": weight, "target": target, **others}
+    tensors = {"features": features, "target": target, **others}
     positions = (features.shape[0], *features.shape[2:])
     dense = (features.shape[0], num_classes, *features.shape[2:])
     soft = target.is_floating_point()

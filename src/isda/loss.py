@@ -151,7 +151,8 @@ class ISDALoss(nn.Module):
                 criterion=self.step,
             )
         except ValueError:
-            self.refuse()
+            if self.training:
+                self.refuse()
             raise
         if logits is None:
             logits = F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
@@ -185,29 +186,33 @@ class ISDALoss(nn.Module):
 
         Args:
             features: input of the final linear layer.
-            target: class indices.
+            target: class indices or class probabilities.
 
         Shape:
-            features (N, A) or (N, A, ...), target (N,) or (N, ...).
+            features (N, A) or (N, A, ...), target (N,) or (N, ...), or probabilities (N, C) or (N,
+            C, ...).
         """
-        weight = features.new_empty(self.num_classes, self.num_features)
-        checks.require_call(
-            self.num_features,
-            self.num_classes,
-            features=features,
-            weight=weight,
-            target=target,
-            criterion=self.step,
-        )
+        try:
+            checks.require_call(
+                self.num_features,
+                self.num_classes,
+                features=features,
+                target=target,
+                criterion=self.step,
+            )
+        except ValueError:
+            self.refuse()
+            raise
         if features.dim() > 2:
-            features, target = flatten(features), target.flatten()
+            features = flatten(features)
+            target = flatten(target) if target.is_floating_point() else target.flatten()
         batch = self._gather(features, target, None, True)
         batch, _, _ = self._count_step(batch, target, 0.0, False)
         self.estimator.update(batch.features, batch.index)
 
     def refuse(self) -> None:
         """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
-        if self.training and self.synchronize:
+        if self.synchronize:
             distributed.refuse(self.process_group)
 
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -143,7 +143,8 @@ class ISDABCEWithLogitsLoss(nn.Module):
                 criterion=self.step,
             )
         except ValueError:
-            self.refuse()
+            if self.training:
+                self.refuse()
             raise
         if logits is None:
             logits = F.linear(features, weight, bias)
@@ -174,7 +175,7 @@ class ISDABCEWithLogitsLoss(nn.Module):
 
     def refuse(self) -> None:
         """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
-        if self.training and self.synchronize:
+        if self.synchronize:
             distributed.refuse(self.process_group)
 
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
