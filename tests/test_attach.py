@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -609,3 +610,68 @@ def test_evaluation_of_half_precision_logits(device):
     target = torch.randint(3, (60_000,), device=device)
     expected = nn.functional.cross_entropy(logits.float(), target)
     torch.testing.assert_close(criterion(logits, target), expected)
+
+
+def test_training_in_eval_mode_warns_once(model, images, target):
+    """As with frozen batch norm: it would be cross entropy without a word."""
+    criterion = attach(model, **options())
+    model.eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        criterion(model(images), target)  # validation
+    with pytest.warns(UserWarning, match="ordinary cross entropy without augmentation"):
+        criterion(model(images), target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        criterion(model(images), target)
+        model[-1].train()  # as the warning says
+        criterion(model(images), target)
+    assert criterion.estimator.count.sum() == len(target)
+
+
+def test_strength_and_total_steps_of_a_model():
+    model = nn.Linear(4, 3)
+    criterion = attach(model, lambda_0=0.5)
+    with pytest.raises(ValueError, match="total_steps must be given to the criterion"):
+        _ = criterion.strength
+    with pytest.raises(ValueError, match="total_steps must be a whole number >= 1, got 0"):
+        criterion.total_steps = 0
+    criterion.total_steps = 4
+    assert criterion.criterion.total_steps == criterion.total_steps == 4
+    for step in range(6):
+        assert criterion.strength == pytest.approx(0.5 * min(step / 4, 1))
+        criterion(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0]))
+    assert attach(model, lambda_0=0.3, ramp="constant").strength == 0.3
+
+
+def test_large_statistics_are_announced():
+    """15.6 GiB for a ResNet-50 with 1000 classes: said before they are allocated."""
+    with torch.device("meta"):
+        model = nn.Linear(2048, 1000)
+        with pytest.warns(UserWarning, match=r"take 15\.6 GiB; .*\"diagonal\" takes 7\.8 MiB"):
+            ISDALoss(2048, 1000)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            attach(model, covariance="diagonal")
+            ISDALoss(640, 100)
+
+
+def test_resized_logits_are_named(device):
+    """As most segmentation models do after their head."""
+    head = nn.Conv2d(4, 5, 1)
+    model = nn.Sequential(head, nn.Upsample(scale_factor=2)).to(device)
+    criterion = attach(model, head=head, ramp="constant")
+    target = torch.randint(5, (2, 6, 6), device=device)
+    with pytest.raises(
+        ValueError, match=r"resolution of the attached layer's input, \(3, 3\), got"
+    ):
+        criterion(model(torch.randn(2, 4, 3, 3, device=device)), target)
+
+
+def test_tokens_with_a_covariance_index(device):
+    model = nn.Linear(4, 3).to(device)
+    criterion = attach(model, ramp="constant", reduction="none")
+    x, target = torch.randn(2, 6, 4, device=device), torch.randint(3, (2, 6), device=device)
+    first = criterion(model(x).movedim(-1, 1), target)
+    second = criterion(model(x).movedim(-1, 1), target, covariance_index=target, update=False)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)

@@ -144,16 +144,59 @@ def test_ramp_state_and_update(device):
     assert criterion.step == 1
     assert criterion.estimator.count.tolist() == labels.sum(0).long().tolist()
     before = copy.deepcopy(criterion.state_dict())
-    assert criterion(x.features, x.weight, labels, bias=x.bias, update=False) > plain
+    again = criterion(x.features, x.weight, labels, bias=x.bias, update=False)
+    torch.testing.assert_close(again, plain)  # λ of the counted step
     criterion.frozen = True
-    criterion(x.features, x.weight, labels, bias=x.bias)
-    assert criterion.step == 2
+    ramped = [criterion(x.features, x.weight, labels, bias=x.bias) for _ in range(4)]
+    assert plain < ramped[0] < ramped[1]
+    assert ramped[1] == ramped[2] == ramped[3]  # λ₀ from T on
+    assert criterion.step == 5
+    full = criterion(x.features, x.weight, labels, bias=x.bias, progress=1.0)
+    half = criterion(x.features, x.weight, labels, bias=x.bias, progress=0.5)
+    torch.testing.assert_close(torch.stack([half, full]), torch.stack(ramped[:2]))
     for name, tensor in criterion.state_dict().items():
         assert name == "step" or torch.equal(tensor, before[name])
     again = make(device, ramp="linear", total_steps=2)
     again.load_state_dict(criterion.state_dict())
     values = [c(x.features, x.weight, labels, update=False) for c in (criterion, again)]
     assert torch.equal(*values)
+
+
+def test_options_reach_the_statistics(device):
+    """Labels are probabilities above 0.5; decay weighs recent samples."""
+    x, labels = batch(device)
+    plain, decayed, soft = (make(device, decay=decay) for decay in (1.0, 0.5, 1.0))
+    for criterion in (plain, decayed):
+        for shift in (0, 1):
+            criterion(x.features + shift, x.weight, labels)
+    assert not torch.allclose(plain.estimator.covariance, decayed.estimator.covariance)
+    soft(x.features, x.weight, 0.6 * labels + 0.2)
+    assert soft.estimator.count.tolist() == labels.sum(0).long().tolist()
+
+
+def test_positive_weight_with_augmentation(device):
+    x, labels = batch(device, dtype=torch.float64)
+    weight = torch.linspace(0.5, 3, C, dtype=torch.float64, device=device)
+    logits, quadratic = x.features @ x.weight.T, torch.rand(N, C, device=device).double()
+    found, positive, negative = (
+        functional.isda_binary_cross_entropy(
+            logits, target, quadratic, strength=STRENGTH, pos_weight=pos_weight, reduction="none"
+        )
+        for target, pos_weight in (
+            (labels, weight), (torch.ones_like(labels), None), (torch.zeros_like(labels), None)
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(found, labels * weight * positive + (1 - labels) * negative)
+
+
+def test_refused_checkpoint_changes_nothing(device):
+    criterion, other = make(device), ISDABCEWithLogitsLoss(A + 1, C, total_steps=9)
+    other.step += 7
+    with pytest.raises(ValueError, match="must have shape"):
+        criterion.load_state_dict(other.state_dict())
+    assert criterion.step == 0
+    criterion.grow(C + 1)
+    assert criterion.estimator.num_classes == C + 1
 
 
 def test_attached_to_a_model(device):

@@ -131,6 +131,66 @@ def test_covariance_index(structure, device):
 
 
 @structures
+def test_gradient_with_a_covariance_index(structure, device):
+    x = inputs(device)
+    criterion = make(device, covariance=structure)
+    chosen = torch.tensor([4, 3, 2, 2, 3, 4, 1], device=device)
+    weight = x.weight.clone().requires_grad_()
+    criterion(x.features, weight, x.target, bias=x.bias, covariance_index=chosen).backward()
+    wide = x.weight.double().cpu().requires_grad_()
+    bounds = naive_bounds(criterion, x._replace(weight=wide), chosen)
+    bounds[torch.arange(N), x.target.cpu()].mean().backward()
+    close(weight.grad, wide.grad)
+
+
+@structures
+def test_two_losses_with_a_covariance_index(structure, device):
+    """The second one updates the statistics before the first one's backward pass."""
+    x = inputs(device)
+    criterion = ISDALoss(1, C, covariance=structure, ramp="constant").to(device)
+    weight = x.weight[:, :1].clone().requires_grad_()
+    loss = sum(
+        criterion(x.features[:, :1], weight, x.target, covariance_index=x.target) for _ in range(2)
+    )
+    loss.backward()
+    assert weight.grad.isfinite().all()
+
+
+def test_covariance_index_of_ignored_and_dense_samples(device):
+    x = inputs(device)
+    target, chosen = x.target.clone(), torch.tensor([-5, 3, 2, 2, 3, 4, 1], device=device)
+    target[0] = -100
+    flat, dense = make(device, reduction="none"), make(device, reduction="none")
+    expected = flat(x.features, x.weight, target, covariance_index=chosen)
+    features = x.features.T[None]  # (1, A, N): seven positions
+    found = dense(features, x.weight, target[None], covariance_index=chosen[None])
+    torch.testing.assert_close(found[0], expected)
+    assert found[0, 0] == 0
+
+
+def test_an_estimator_without_covariance_index_changes_nothing(device):
+    x = inputs(device)
+    criterion = ISDALoss(A, C, ramp="constant", covariance=LearnedVariance()).to(device)
+    with pytest.raises(ValueError, match="need an estimator whose quadratic takes"):
+        criterion(x.features, x.weight, x.target, covariance_index=x.target)
+    assert criterion.step == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("train", [False, True])
+def test_class_weights_of_another_dtype(dtype, train, device):
+    """Summed in float64: 70,000 weights do not fit into float16."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(70_000, A, generator=generator).to(device)
+    target = torch.randint(C, (70_000,), generator=generator).to(device)
+    weight, scale = inputs(device).weight, torch.linspace(0.5, 2, C, device=device)
+    criterion = make(device, lambda_0=0.0, weight=scale.to(dtype)).train(train)
+    expected = F.cross_entropy(features @ weight.T, target, weight=scale)
+    # weights rounded to 8 bits
+    torch.testing.assert_close(criterion(features, weight, target), expected, rtol=1e-2, atol=0)
+
+
+@structures
 def test_covariance_index_with_class_probabilities(structure, device):
     """Σ_k p_k times the bound of label k, with margins relative to k and one Σ for all k."""
     x = inputs(device)
@@ -244,7 +304,14 @@ def test_grow_keeps_the_statistics(structure, device):
     x = inputs(device)
     criterion(x.features, x.weight, x.target)
     before = [criterion.estimator.class_covariance(c) for c in range(C)]
+    buffers = {name: tensor.clone() for name, tensor in criterion.estimator.named_buffers()}
     criterion.grow(C + 2)
+    for name, tensor in criterion.estimator.named_buffers():
+        if structure in ("full", "diagonal"):
+            assert torch.equal(tensor[:C], buffers[name]), name
+            assert not tensor[C:].any(), name
+        else:
+            assert torch.equal(tensor, buffers[name]), name
     for index, covariance in enumerate(before):
         assert torch.equal(criterion.estimator.class_covariance(index), covariance)
     wide = draw(N, C + 2, A, dtype=torch.float32, device=device)

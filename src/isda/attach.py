@@ -4,8 +4,9 @@ A forward pre-hook on the final linear layer captures its input, so that the cri
 before, with logits and target.
 """
 
+import warnings
 import weakref
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,17 @@ from torch import Tensor, nn
 
 from isda import checks, ops
 from isda.covariance import Estimator
+from isda.criterion import Ramp
 from isda.functional.losses import Reduction, flatten
 from isda.loss import ISDALoss
 
 __all__ = ["AttachedLoss", "attach", "find_head"]
+
+_EVAL_MODE = (
+    "the attached layer is in eval mode, so this loss is ordinary cross entropy without "
+    "augmentation. To train with ISDA while the rest of the model stays in eval mode, call train() "
+    "on the layer; for validation, call the criterion under torch.no_grad()"
+)
 
 
 def attach(
@@ -28,7 +36,7 @@ def attach(
     total_steps: int | None = None,
     covariance: str | Estimator = "full",
     decay: float = 1.0,
-    ramp: Literal["linear", "constant"] = "linear",
+    ramp: Ramp = "linear",
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
@@ -117,6 +125,7 @@ class AttachedLoss(nn.Module):
         self.criterion = criterion
         self.register_buffer("mismatch", torch.zeros((), dtype=torch.bool), persistent=False)
         self._capture = _Capture()
+        self._warned = False
         self._head = (head,)  # a tuple, so that the head is no submodule of the criterion
         self._handle = head.register_forward_pre_hook(self._capture, with_kwargs=True)
         self._remove_hook_with_criterion()
@@ -138,6 +147,10 @@ class AttachedLoss(nn.Module):
             )
         features, self._capture.features = self._capture.features, None
         if not (self.training and head.training):
+            compiling = torch.compiler.is_compiling()
+            if self.training and logits.requires_grad and not (self._warned or compiling):
+                self._warned = True
+                warnings.warn(_EVAL_MODE, stacklevel=2)
             evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
             value: Tensor = evaluate(logits, target)
             return value
@@ -153,6 +166,8 @@ class AttachedLoss(nn.Module):
             raise
         if isinstance(head, nn.Linear) and len(positions) > 1:  # tokens: (N, L, A)
             target = flatten(target) if soft else target.flatten()
+            if options.get("covariance_index") is not None:
+                options["covariance_index"] = options["covariance_index"].flatten()
         loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
         return loss.view(positions) if loss.dim() == 1 else loss
 
@@ -161,6 +176,23 @@ class AttachedLoss(nn.Module):
         """The statistics of the criterion."""
         estimator: Estimator = self.criterion.estimator  # type: ignore[assignment]
         return estimator
+
+    @property
+    def strength(self) -> float:
+        """λ of the next step, see :attr:`isda.ISDALoss.strength`."""
+        strength: float = self.criterion.strength  # type: ignore[assignment]
+        return strength
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of steps of the whole training; can be set before the first step."""
+        steps: int | None = self.criterion.total_steps  # type: ignore[assignment]
+        return steps
+
+    @total_steps.setter
+    def total_steps(self, total_steps: int | None) -> None:
+        checks.require_ramp(0.0, total_steps, "linear")
+        self.criterion.total_steps = total_steps  # type: ignore[assignment]
 
     def check(self) -> None:
         """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
@@ -214,6 +246,12 @@ class AttachedLoss(nn.Module):
             features, logits = features.flatten(0, -2), flatten(logits)
         elif features.shape[2:] == (1, 1) and logits.dim() == 2:  # flattened after the head
             features = features.flatten(1)
+        if features.dim() > 2 and logits.shape[2:] != features.shape[2:]:
+            raise ValueError(
+                f"logits must have the resolution of the attached layer's input, "
+                f"{tuple(features.shape[2:])}, got {tuple(logits.shape[2:])}: they were resized "
+                "after the layer; pass logits of the layer itself, or use isda.ISDALoss"
+            )
         if len(logits) != len(features):
             raise ValueError(
                 f"logits must be of the last batch of the model, {len(features)} samples, "

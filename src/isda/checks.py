@@ -92,13 +92,13 @@ def require_call(
         others: "weight", "bias", "logits", "covariance_index", and "criterion", any buffer of it.
     """
     tensors = {"features": features, "target": target, **others}
-    positions = (features.shape[0], *features.shape[2:])
-    dense = (features.shape[0], num_classes, *features.shape[2:])
     soft = target.is_floating_point()
     if features.dim() < 2 or features.shape[1] != num_features:
         raise ValueError(
             f"features must have shape (N, {num_features}), got {tuple(features.shape)}"
         )
+    positions = (features.shape[0], *features.shape[2:])
+    dense = (features.shape[0], num_classes, *features.shape[2:])
     expected = {
         "weight": ("weight", (num_classes, num_features)),
         "bias": ("bias", (num_classes,)),
@@ -190,6 +190,6 @@ def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
         )
     return (
         f"target must be in [0, {num_classes}) or ignore_index={ignore_index}: found a class out "
-        "of range, or probabilities that are not finite or sum to 0; the batch was left out of "
-        "the statistics"
+        "of range (of target or covariance_index), or probabilities that are not finite or sum to "
+        "0; the batch was left out of the statistics"
     )

@@ -4,7 +4,9 @@
 statistics, ``quadratic`` gives the variance of every logit margin.
 """
 
+import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -23,6 +25,7 @@ __all__ = [
     "IdentityCovariance",
     "SharedCovariance",
     "create_estimator",
+    "require_covariance_index",
 ]
 
 Precision = Literal["high", "medium"]
@@ -49,6 +52,16 @@ class Estimator(Protocol):
         Shape:
             weight (C, A), target (N,); output (N, C).
         """
+
+
+def require_covariance_index(estimator: Estimator) -> None:
+    """Raise ValueError if an estimator cannot use the covariance of another class."""
+    parameters = inspect.signature(estimator.quadratic).parameters
+    if "covariance_index" not in parameters or getattr(estimator, "world_size", 1) > 1:
+        raise ValueError(
+            "covariance_index and multi-label targets need an estimator whose quadratic takes "
+            f"covariance_index and that is not divided among ranks, got {estimator!r}"
+        )
 
 
 class Covariance(nn.Module):
@@ -103,7 +116,7 @@ class Covariance(nn.Module):
 
     def grow(self, num_classes: int) -> None:
         """Make room for more classes, which come last and start empty."""
-        if num_classes < self.num_classes:
+        if not isinstance(num_classes, int) or num_classes < self.num_classes:
             raise ValueError(
                 f"num_classes must be >= {self.num_classes}, the present number, got {num_classes}"
             )
@@ -235,8 +248,9 @@ class FullCovariance(_ClassCovariance):
         if covariance_index is None:
             return ops.full_quadratic(weight.float(), target, self.covariance, self.precision)
         with torch.autocast(weight.device.type, enabled=False):
+            # a copy: autograd saves it, and the next update changes the buffer in place
             return functional.full_quadratic(
-                weight.float(), target, self.covariance, covariance_index=covariance_index
+                weight.float(), target, self.covariance.clone(), covariance_index=covariance_index
             )
 
     def class_covariance(self, index: int) -> Tensor:
@@ -357,6 +371,13 @@ def create_estimator(
             raise ValueError(
                 f"covariance must be an estimator or one of {', '.join(COVARIANCES)}, "
                 f"got {covariance!r}"
+            )
+        size = 4 * num_classes * num_features**2 / 2**30
+        if covariance == "full" and size > 1:
+            warnings.warn(
+                f"full covariances of {num_classes} classes with {num_features} features take "
+                f'{size:.1f} GiB; covariance="diagonal" takes {1024 * size / num_features:.1f} MiB',
+                stacklevel=3,
             )
         return COVARIANCES[covariance](num_features, num_classes, decay=decay)
     if decay != 1.0:

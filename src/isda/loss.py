@@ -1,23 +1,23 @@
 """ISDALoss: Algorithm 1 as a module with state."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from isda import checks, distributed, functional, ops
 from isda.checks import BAD_TARGET, SKIP
-from isda.covariance import Covariance, Estimator, FullCovariance, create_estimator
+from isda.covariance import Estimator, FullCovariance, require_covariance_index
+from isda.criterion import Criterion, Ramp
 from isda.distributed import ShardedCovariance
-from isda.functional.losses import Reduction, flatten, require_reduction
+from isda.functional.losses import Reduction, flatten
 
 __all__ = ["ISDALoss"]
 
 
-class ISDALoss(nn.Module):
+class ISDALoss(Criterion):
     r"""Cross entropy under infinite semantic augmentation of the features (Eq. 4, Algorithm 1).
 
     Every call in training mode merges the batch into the statistics of its classes and returns
@@ -35,13 +35,14 @@ class ISDALoss(nn.Module):
         num_classes: number C of classes, the head's ``out_features``.
         lambda_0: final strength λ₀ of the augmentation.
         total_steps: number T of steps of the whole training; not needed if every call passes
-            ``progress``, or with ``ramp="constant"``.
+            ``progress``, or with ``ramp="constant"``. If it is known only later, set the attribute
+            before the first step.
         covariance: "full", "diagonal", "shared", "identity", or an :class:`isda.Estimator`.
         decay: weight of old samples, see :class:`isda.Covariance`.
         ramp: "linear" for λ = λ₀ t/T, "constant" for λ = λ₀.
         weight: weight of each class, as in ``nn.CrossEntropyLoss``.
-        label_smoothing: as in ``nn.CrossEntropyLoss``; a sample is still augmented with the
-            covariance of its own class.
+        label_smoothing: as in ``nn.CrossEntropyLoss``. A sample with a class index is augmented
+            with the covariance of that class; with class probabilities, every label uses its own.
         ignore_index: class index of samples that count neither in the loss nor in the statistics.
         reduction: "mean", "sum" or "none".
         frozen: use the statistics without updating them; can be changed at any time.
@@ -62,9 +63,6 @@ class ISDALoss(nn.Module):
         >>> loss.backward()
     """
 
-    estimator: Estimator
-    weight: Tensor | None
-    step: Tensor
     problem: Tensor
 
     def __init__(
@@ -76,7 +74,7 @@ class ISDALoss(nn.Module):
         total_steps: int | None = None,
         covariance: str | Estimator = "full",
         decay: float = 1.0,
-        ramp: Literal["linear", "constant"] = "linear",
+        ramp: Ramp = "linear",
         weight: Tensor | None = None,
         label_smoothing: float = 0.0,
         ignore_index: int = -100,
@@ -85,27 +83,25 @@ class ISDALoss(nn.Module):
         synchronize: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
-        checks.require_ramp(lambda_0, total_steps, ramp)
-        checks.require_class_weight("weight", weight, num_classes)
+        super().__init__(
+            num_features,
+            num_classes,
+            lambda_0=lambda_0,
+            total_steps=total_steps,
+            covariance=covariance,
+            decay=decay,
+            ramp=ramp,
+            weight=weight,
+            reduction=reduction,
+            frozen=frozen,
+            synchronize=synchronize,
+            process_group=process_group,
+        )
         checks.require_label_smoothing(label_smoothing)
-        require_reduction(reduction)
-        self.estimator = create_estimator(covariance, num_features, num_classes, decay)
         if isinstance(self.estimator, ShardedCovariance):
             self.estimator.check_ranks(synchronize, process_group)
-        self.num_features = num_features
-        self.num_classes = num_classes
-        self.lambda_0 = lambda_0
-        self.total_steps = None if total_steps is None else int(total_steps)
-        self.ramp = ramp
         self.label_smoothing = label_smoothing
         self.ignore_index = ignore_index
-        self.reduction: Reduction = reduction
-        self.frozen = frozen
-        self.synchronize = synchronize
-        self.process_group = process_group
-        self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
         self.register_buffer("problem", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(
@@ -150,6 +146,8 @@ class ISDALoss(nn.Module):
                 covariance_index=covariance_index,
                 criterion=self.step,
             )
+            if covariance_index is not None:
+                require_covariance_index(self.estimator)
         except ValueError:
             if self.training:
                 self.refuse()
@@ -182,7 +180,7 @@ class ISDALoss(nn.Module):
 
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
-        """Merge the samples of all ranks into the statistics; no step is counted.
+        """Merge the samples of all ranks into the statistics, frozen or not; count no step.
 
         Args:
             features: input of the final linear layer.
@@ -210,11 +208,6 @@ class ISDALoss(nn.Module):
         batch, _, _ = self._count_step(batch, target, 0.0, False)
         self.estimator.update(batch.features, batch.index)
 
-    def refuse(self) -> None:
-        """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
-        if self.synchronize:
-            distributed.refuse(self.process_group)
-
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
         """Ordinary cross entropy, as in eval mode."""
         return ops.cross_entropy(
@@ -233,31 +226,15 @@ class ISDALoss(nn.Module):
             self.problem.zero_()
             raise ValueError(self._message(problem))
 
-    def grow(self, num_classes: int) -> None:
-        """Make room for more classes, which come last; the statistics so far are kept.
-
-        Args:
-            num_classes: new number of classes.
-        """
-        if not isinstance(self.estimator, Covariance):
-            raise ValueError(f"grow needs an isda.Covariance, got {self.estimator!r}")
-        if self.weight is not None and num_classes != self.num_classes:
-            raise ValueError("grow needs a criterion without class weights: set weight to None")
-        self.estimator.grow(num_classes)
-        self.num_classes = num_classes
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Buffers of the criterion and its estimator; calls :meth:`check` first."""
         self.check()
         return super().state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        weight = None if self.weight is None else f"tensor of shape ({self.num_classes},)"
         return (
-            f"{self.num_features}, {self.num_classes}, lambda_0={self.lambda_0}, "
-            f"total_steps={self.total_steps}, ramp={self.ramp!r}, weight={weight}, "
-            f"label_smoothing={self.label_smoothing}, ignore_index={self.ignore_index}, "
-            f"reduction={self.reduction!r}, frozen={self.frozen}, synchronize={self.synchronize}"
+            f"{super().extra_repr()}, label_smoothing={self.label_smoothing}, "
+            f"ignore_index={self.ignore_index}"
         )
 
     def _gather(
@@ -301,8 +278,8 @@ class ISDALoss(nn.Module):
         self, batch: "_Batch", target: Tensor, progress: float | Tensor | None, update: bool
     ) -> tuple["_Batch", Tensor, float | Tensor]:
         """The batch (all of it skipped if it is bad), the factor of the summed losses, and λ."""
-        if self.ramp == "linear" and progress is None and self.total_steps is None:
-            raise ValueError("total_steps must be given to the criterion, or progress to each call")
+        if self.ramp == "linear" and progress is None:
+            self._require_total_steps()
         on_device = (
             isinstance(progress, Tensor)
             and progress.device == batch.index.device
@@ -324,8 +301,9 @@ class ISDALoss(nn.Module):
         elif progress is not None and not on_device:
             strength = functional.ramped_strength(self.lambda_0, progress)
         if self.weight is not None and self.reduction == "mean" and not target.is_floating_point():
-            total = torch.where(index < 0, 0.0, self.weight[index.clamp(min=0)]).sum()
-            scale = torch.where((scale == 0) | (total == 0), scale, batch.world_size / total)
+            total = torch.where(index < 0, 0.0, self.weight.double()[index.clamp(min=0)]).sum()
+            total = torch.where(total == 0, 1.0, total)
+            scale = torch.where(scale == 0, 0.0, batch.world_size / total)
         own_index = index if batch.own is None else index[batch.own]
         return batch._replace(index=index, own_index=own_index), scale, strength
 
@@ -368,14 +346,6 @@ class ISDALoss(nn.Module):
 
     def _message(self, problem: int) -> str:
         return checks.problem_message(problem, self.num_classes, self.ignore_index)
-
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        if isinstance(self.estimator, Covariance) and prefix + "step" in state_dict:
-            # before the step count is overwritten
-            self.estimator.check_state(state_dict, prefix + "estimator.")
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class _Batch(NamedTuple):

@@ -1,21 +1,21 @@
 """ISDABCEWithLogitsLoss: the same augmentation for samples with several labels."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from isda import checks, distributed, functional
-from isda.covariance import Covariance, Estimator, create_estimator
-from isda.distributed import ShardedCovariance
-from isda.functional.losses import Reduction, require_reduction
+from isda.covariance import Covariance, require_covariance_index
+from isda.criterion import Criterion, Ramp
+from isda.functional.losses import Reduction
 
 __all__ = ["ISDABCEWithLogitsLoss"]
 
 
-class ISDABCEWithLogitsLoss(nn.Module):
+class ISDABCEWithLogitsLoss(Criterion):
     r"""Binary cross entropy under infinite semantic augmentation, for multi-label targets.
 
     A sample with the set of labels P is augmented with the mean covariance of its own classes, Σ =
@@ -49,15 +49,12 @@ class ISDABCEWithLogitsLoss(nn.Module):
 
     Example:
         >>> criterion = ISDABCEWithLogitsLoss(8, 3, lambda_0=0.5, total_steps=100)
-        >>> head = nn.Linear(8, 3)
+        >>> head = torch.nn.Linear(8, 3)
         >>> features, target = torch.randn(2, 8), torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
         >>> loss = criterion(features, head.weight, target, bias=head.bias)
     """
 
-    estimator: Estimator
-    weight: Tensor | None
     pos_weight: Tensor | None
-    step: Tensor
 
     def __init__(
         self,
@@ -68,7 +65,7 @@ class ISDABCEWithLogitsLoss(nn.Module):
         total_steps: int | None = None,
         covariance: str | Covariance = "full",
         decay: float = 1.0,
-        ramp: Literal["linear", "constant"] = "linear",
+        ramp: Ramp = "linear",
         weight: Tensor | None = None,
         pos_weight: Tensor | None = None,
         reduction: Reduction = "mean",
@@ -76,31 +73,23 @@ class ISDABCEWithLogitsLoss(nn.Module):
         synchronize: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__()
-        checks.require_ramp(lambda_0, total_steps, ramp)
-        checks.require_class_weight("weight", weight, num_classes)
+        super().__init__(
+            num_features,
+            num_classes,
+            lambda_0=lambda_0,
+            total_steps=total_steps,
+            covariance=covariance,
+            decay=decay,
+            ramp=ramp,
+            weight=weight,
+            reduction=reduction,
+            frozen=frozen,
+            synchronize=synchronize,
+            process_group=process_group,
+        )
         checks.require_class_weight("pos_weight", pos_weight, num_classes)
-        require_reduction(reduction)
-        self.estimator = create_estimator(covariance, num_features, num_classes, decay)
-        if not isinstance(self.estimator, Covariance) or (
-            isinstance(self.estimator, ShardedCovariance) and self.estimator.world_size > 1
-        ):
-            raise ValueError(
-                "covariance must be full, diagonal, shared, identity, or an isda.Covariance that "
-                f"is not divided among ranks, got {self.estimator!r}"
-            )
-        self.num_features = num_features
-        self.num_classes = num_classes
-        self.lambda_0 = lambda_0
-        self.total_steps = None if total_steps is None else int(total_steps)
-        self.ramp = ramp
-        self.reduction: Reduction = reduction
-        self.frozen = frozen
-        self.synchronize = synchronize
-        self.process_group = process_group
-        self.register_buffer("weight", weight, persistent=False)
+        require_covariance_index(self.estimator)
         self.register_buffer("pos_weight", pos_weight, persistent=False)
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
 
     def forward(
         self,
@@ -123,7 +112,8 @@ class ISDABCEWithLogitsLoss(nn.Module):
             bias: of the final linear layer.
             logits: output of the final linear layer, if it has been computed already.
             progress: t/T in [0, 1], instead of the criterion's own step count.
-            update: False to leave the statistics and the step count as they are.
+            update: False to leave the statistics and the step count as they are, for a second loss
+                in the same training step; λ is that of the last counted step.
         """
         try:
             if not target.is_floating_point() or features.dim() != 2:
@@ -151,7 +141,7 @@ class ISDABCEWithLogitsLoss(nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             if not self.training:
                 return self.evaluate(logits, target)
-            strength = self._strength(progress)
+            strength = self._strength(progress, update)
             world_size = distributed.world_size(self.process_group) if self.synchronize else 1
             learn = update and not self.frozen
             self._update(features.detach(), target, world_size, learn)
@@ -173,11 +163,6 @@ class ISDABCEWithLogitsLoss(nn.Module):
                 number = distributed.sum_over_ranks(number, self.process_group)
             return loss * world_size / number.clamp(min=1)
 
-    def refuse(self) -> None:
-        """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
-        if self.synchronize:
-            distributed.refuse(self.process_group)
-
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
         """Ordinary binary cross entropy, as in eval mode."""
         return F.binary_cross_entropy_with_logits(
@@ -189,26 +174,16 @@ class ISDABCEWithLogitsLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        weights = ", ".join(
-            f"{name}={None if value is None else f'tensor of shape ({self.num_classes},)'}"
-            for name, value in (("weight", self.weight), ("pos_weight", self.pos_weight))
-        )
-        return (
-            f"{self.num_features}, {self.num_classes}, lambda_0={self.lambda_0}, "
-            f"total_steps={self.total_steps}, ramp={self.ramp!r}, {weights}, "
-            f"reduction={self.reduction!r}, frozen={self.frozen}, synchronize={self.synchronize}"
-        )
+        weight = None if self.pos_weight is None else f"tensor of shape ({self.num_classes},)"
+        return f"{super().extra_repr()}, pos_weight={weight}"
 
-    def _strength(self, progress: float | Tensor | None) -> float | Tensor:
+    def _strength(self, progress: float | Tensor | None, update: bool) -> float | Tensor:
         """λ in force."""
         if self.ramp == "constant":
             return self.lambda_0
         if progress is None:
-            if self.total_steps is None:
-                raise ValueError(
-                    "total_steps must be given to the criterion, or progress to each call"
-                )
-            progress = (self.step / self.total_steps).clamp(max=1)
+            step = self.step if update else (self.step - 1).clamp(min=0)
+            progress = (step / self._require_total_steps()).clamp(max=1)
         return functional.ramped_strength(self.lambda_0, progress)
 
     def _update(self, features: Tensor, target: Tensor, world_size: int, learn: bool) -> None:

@@ -222,7 +222,7 @@ def cross_entropy(
     losses = F.cross_entropy(
         logits,
         target,
-        weight=class_weight,
+        weight=None if class_weight is None else class_weight.to(logits.dtype),
         ignore_index=-100 if soft else ignore_index,  # torch refuses one >= 0 with probabilities
         reduction="none",
         label_smoothing=label_smoothing,

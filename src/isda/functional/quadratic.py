@@ -40,7 +40,9 @@ def full_quadratic(
     slot = target if covariance_index is None else covariance_index
     if len(covariance) > len(slot):  # one per sample is less than all of them
         covariance, slot = covariance[slot], torch.arange(len(slot), device=slot.device)
-    return _margin_variance(weight @ covariance @ weight.T, slot, target)
+    # bmm: the broadcast matmul would copy every covariance
+    product = torch.bmm(weight.expand(len(covariance), *weight.shape), covariance)  # (P, C, A)
+    return _margin_variance(product @ weight.T, slot, target)
 
 
 def diagonal_quadratic(

@@ -125,7 +125,7 @@ def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: 
 
 
 def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised ``Products.partial``, ``Products.product`` and ``Products.own``."""
+    """Storage of ``Products.partial`` (zeros), ``Products.product`` and ``Products.own``."""
     num_classes, num_features = weight.shape
     return (
         weight.new_zeros(slots, 1, num_classes),

@@ -1,0 +1,103 @@
+"""What ISDALoss and ISDABCEWithLogitsLoss share: statistics, ramp of λ, ranks and state."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isda import checks, distributed
+from isda.covariance import Covariance, Estimator, create_estimator
+from isda.functional.losses import Reduction, require_reduction
+
+__all__ = ["Criterion", "Ramp"]
+
+Ramp = Literal["linear", "constant"]
+
+
+class Criterion(nn.Module):
+    """A loss with an estimator of covariances and a strength λ that grows with the steps."""
+
+    estimator: Estimator
+    weight: Tensor | None
+    step: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        num_classes: int,
+        *,
+        lambda_0: float,
+        total_steps: int | None,
+        covariance: str | Estimator,
+        decay: float,
+        ramp: Ramp,
+        weight: Tensor | None,
+        reduction: Reduction,
+        frozen: bool,
+        synchronize: bool,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        checks.require_ramp(lambda_0, total_steps, ramp)
+        checks.require_class_weight("weight", weight, num_classes)
+        require_reduction(reduction)
+        self.estimator = create_estimator(covariance, num_features, num_classes, decay)
+        self.num_features = num_features
+        self.num_classes = num_classes
+        self.lambda_0 = lambda_0
+        self.total_steps = None if total_steps is None else int(total_steps)
+        self.ramp = ramp
+        self.reduction: Reduction = reduction
+        self.frozen = frozen
+        self.synchronize = synchronize
+        self.process_group = process_group
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def strength(self) -> float:
+        """λ of the next step by the criterion's own step count (synchronises with a GPU)."""
+        if self.ramp == "constant":
+            return self.lambda_0
+        return self.lambda_0 * min(int(self.step) / self._require_total_steps(), 1.0)
+
+    def grow(self, num_classes: int) -> None:
+        """Make room for more classes, which come last; the statistics so far are kept.
+
+        Args:
+            num_classes: new number of classes.
+        """
+        if not isinstance(self.estimator, Covariance):
+            raise ValueError(f"grow needs an isda.Covariance, got {self.estimator!r}")
+        if self.weight is not None and num_classes != self.num_classes:
+            raise ValueError("grow needs a criterion without class weights: set weight to None")
+        self.estimator.grow(num_classes)
+        self.num_classes = num_classes
+
+    def refuse(self) -> None:
+        """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
+        if self.synchronize:
+            distributed.refuse(self.process_group)
+
+    def extra_repr(self) -> str:
+        weight = None if self.weight is None else f"tensor of shape ({self.num_classes},)"
+        return (
+            f"{self.num_features}, {self.num_classes}, lambda_0={self.lambda_0}, "
+            f"total_steps={self.total_steps}, ramp={self.ramp!r}, weight={weight}, "
+            f"reduction={self.reduction!r}, frozen={self.frozen}, synchronize={self.synchronize}"
+        )
+
+    def _require_total_steps(self) -> int:
+        if self.total_steps is None:
+            raise ValueError("total_steps must be given to the criterion, or progress to each call")
+        return self.total_steps
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(self.estimator, Covariance) and prefix + "step" in state_dict:
+            # before the step count is overwritten
+            self.estimator.check_state(state_dict, prefix + "estimator.")
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
