@@ -46,6 +46,7 @@ def make_run(
     begun = get_recipe(start or name.partition("+")[0])
     recipe: Recipe = dataclasses.replace(begun, **changes)
     run = RunFolder.create(out, name, recipe, seed)
+    (run.folder / "lock").touch()  # as in training
     noise = np.random.default_rng(seed)
     for epoch in range(recipe.epochs if epochs is None else epochs):
         late = epoch >= recipe.epochs - 10
@@ -246,6 +247,28 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
     with pytest.raises(InputError, match=r"have the same name and seed"):
         main(["--runs", str(out), "--export", str(tmp_path / "kept")])
     assert not (tmp_path / "kept").exists()
+
+
+def test_damaged_records_are_left_out_and_named(out, tmp_path, capsys):
+    """Others are still reported; a Markdown file is not updated with fewer seeds."""
+    kept = report_markdown(load_runs(out)).partition("## In words")[0]
+    make_run(out, ISDA, 7, 30.0)
+    make_run(out, ISDA, 8, 30.0)
+    (out / ISDA / "7" / "config.json").write_text("[" * 100_000)
+    path = out / ISDA / "8" / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"epoch": 5', '"epoch": 1'))
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- runs:digits -->\n<!-- /runs -->\n")
+    for command in (["report", "--runs"], ["table", "2", "--results"], ["list", "--results"]):
+        run_command(command[0], [*command[1:], str(out)])
+        text = capsys.readouterr().out
+        assert f"Left out: {out}/{ISDA}/7/config.json is not a run record" in text
+        assert f"Left out: {out}/{ISDA}/8/metrics.jsonl is damaged: line 6" in text
+        assert command[0] != "report" or text.startswith(kept)
+    assert "nfinished" not in report_markdown(load_runs(out))
+    with pytest.raises(InputError, match=r"7/config.json is not .*; .*8/metrics.jsonl"):
+        main(["--runs", str(out), "--update", str(readme)])
+    assert readme.read_text().count("\n") == 2
 
 
 def test_page_into_a_folder(tmp_path, monkeypatch):

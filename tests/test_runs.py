@@ -3,8 +3,10 @@
 import builtins
 import dataclasses
 import errno
+import itertools
 import json
 import os
+import re
 import resource
 import warnings
 
@@ -45,7 +47,7 @@ def state(number: int) -> dict:
 
 
 def line(epoch: int, **more) -> dict:
-    return {"epoch": epoch, "test_error": 10.0 - epoch, "seconds": 2.0, **more}
+    return {"epoch": epoch, "test_error": 20.0 - epoch, "seconds": 2.0, **more}
 
 
 def same(one: dict | None, other: dict) -> bool:
@@ -423,6 +425,104 @@ def test_export_and_load_runs(run, tmp_path):
     assert found[-1].metrics() == run.metrics()
     with pytest.raises(InputError, match="nowhere"):
         load_runs(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def finished(run):
+    for epoch in range(12):
+        run.append(line(epoch))
+    return run
+
+
+def contents(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_export_keeps_a_different_record(finished, tmp_path):
+    """The same record again changes nothing; a different one is refused, as is a part of one."""
+    kept = tmp_path / "kept"
+    folder = export(finished, kept)
+    before = contents(kept)
+    assert export(finished, kept) == folder
+    other = RunFolder.create(tmp_path / "other", finished.name, RECIPE, 3)
+    for epoch in range(12):
+        other.append(line(epoch, test_error=1.0))
+    with pytest.raises(InputError, match=r"kept/.* holds a different or damaged record"):
+        export(other, kept)
+    assert contents(kept) == before
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match=r"holds a different or damaged record .*: move it away"):
+        export(finished, kept)
+
+
+@pytest.mark.parametrize("failure", ["fsync", "rename"])
+@pytest.mark.parametrize("error", [Crash(), OSError(errno.ENOSPC, "No space left on device")])
+def test_export_is_complete_or_absent(finished, tmp_path, monkeypatch, failure, error):
+    """After a crash or with a full disk, at every point of the copy."""
+    for number in range(4 if failure == "fsync" else 1):
+        kept = tmp_path / f"kept{number}"
+        real, calls = getattr(os, failure), itertools.count()
+
+        def fail(*arguments, real=real, calls=calls, number=number):
+            if next(calls) == number:
+                raise error
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, failure, fail)
+            with pytest.raises((Crash, RunError)):
+                export(finished, kept)
+        assert not load_runs(kept) or summary(load_runs(kept)[0]).finished
+        if isinstance(error, OSError):
+            assert not list(kept.rglob("*.new"))
+        export(finished, kept)
+        (run,) = load_runs(kept)
+        assert summary(run) == summary(finished)
+
+
+def test_a_short_copy_is_damaged(finished, tmp_path):
+    """A run in training has a lock or a checkpoint; a copy of a finished run has neither."""
+    folder = export(finished, tmp_path / "kept")
+    path = folder / "metrics.jsonl"
+    content = path.read_bytes()
+    for rest in (content[:-1], content[:-40], b"", None):
+        path.unlink() if rest is None else path.write_bytes(rest)
+        (run,) = load_runs(tmp_path / "kept")
+        assert re.search(r"kept/.*/3 is damaged: it has (0|11) of 12 epochs", run.damage)
+        assert not summary(run).finished
+        with pytest.raises(InputError, match="is damaged"):
+            export(run, tmp_path / "again")
+    (folder / "lock").touch()
+    assert load_runs(tmp_path / "kept")[0].damage is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../../evil"},
+        {"name": "/evil"},
+        {"name": ".."},
+        {"name": "digits-resnet8-ce"},
+        {"seed": 4},
+        {"seed": True},
+    ],
+)
+def test_a_record_of_another_folder_is_refused(finished, tmp_path, change):
+    path = finished.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match=r"config.json is not a run record: ") as caught:
+        RunFolder(finished.folder)
+    assert "\n" not in str(caught.value)
+    (run,) = load_runs(tmp_path)
+    with pytest.raises(InputError, match="not a run record"):
+        export(run, tmp_path / "kept" / "deep")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_folder_relative_to_the_current_one(finished, monkeypatch):
+    monkeypatch.chdir(finished.folder)
+    assert RunFolder(".").seed == 3
+    assert len(RunFolder("../3").metrics()) == 12
 
 
 @pytest.mark.parametrize(

@@ -7,22 +7,25 @@ Reading records needs neither torch nor the training code;
 import contextlib
 import json
 import math
-import shutil
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import writing
+from isda.experiments.files import write_folder
 from isda.experiments.settings import Recipe
 
 __all__ = [
     "LAST_EPOCHS",
+    "DamagedRun",
     "Run",
     "Summary",
     "default_folder",
     "export",
     "load_runs",
+    "require_name",
     "summary",
 ]
 
@@ -34,8 +37,14 @@ class Run:
     """The record of one run: a recipe trained with a seed.
 
     Args:
-        folder: folder that holds config.json.
+        folder: folder that holds config.json; its path ends in the name and the seed of the run.
+
+    Raises:
+        InputError: config.json is damaged or belongs to another folder.
     """
+
+    damage: str | None = None
+    """Why the record cannot be used; see :class:`DamagedRun`."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -46,14 +55,23 @@ class Run:
             self.seed: int = config["seed"]
             self.recipe = Recipe.from_dict(config["recipe"])
             self.environments: list[dict[str, Any]] = config["environments"]
-            if not (isinstance(self.name, str) and isinstance(self.seed, int)):
+            if not isinstance(self.name, str) or type(self.seed) is not int:
                 raise TypeError(f"name {self.name!r}, seed {self.seed!r}")
+            _require_folder(self.folder, self.name, self.seed)
             if not self.environments or not all(isinstance(e, dict) for e in self.environments):
                 raise TypeError(f"environments {self.environments!r}")
         except InputError as error:
-            raise InputError(f"{path} is not a run record: {error}") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} is not a run record: {error!r}") from error
+            raise InputError(f"{path} is not a run record: {_brief(str(error))}") from error
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise InputError(f"{path} is not a run record: {_brief(repr(error))}") from error
         self._metrics: tuple[tuple[int, ...], list[dict[str, Any]]] = ((), [])  # as last read
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -82,6 +100,23 @@ class Run:
                 )
         self._metrics = version, records
         return records
+
+
+class DamagedRun(Run):
+    """A record that cannot be used: no recipe, no metrics, only the reason.
+
+    Args:
+        folder: folder of the record.
+        damage: what is wrong, and in which file.
+    """
+
+    def __init__(self, folder: Path, damage: str) -> None:
+        self.folder, self.damage = folder, damage
+        self.name, self.seed = folder.parent.name, int(folder.name)
+        self.environments = []
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -127,18 +162,37 @@ def summary(run: Run) -> Summary:
         ece=last("test_ece"),
         top5_error=last("test_top5_error"),
         epochs=len(records),
-        finished=len(records) == run.recipe.epochs,
+        finished=run.damage is None and len(records) == run.recipe.epochs,
         seconds=sum(record.get("seconds", 0.0) for record in records),
     )
 
 
 def load_runs(out: Path | str) -> list[Run]:
-    """All runs below a folder, sorted by name and seed."""
+    """All runs below a folder, sorted by name and seed.
+
+    A record that cannot be read, or that is shorter than its config says, is a
+    :class:`DamagedRun`: it counts as unfinished, and does not keep others from being read.
+    """
     if not Path(out).is_dir():
         raise InputError(f"folder {str(out)!r} does not exist")
     folders = [path.parent for path in Path(out).rglob("config.json")]
-    runs = [Run(folder) for folder in folders if folder.name.lstrip("-").isdigit()]
+    runs = [_load(folder) for folder in folders if _SEED.fullmatch(folder.name)]
     return sorted(runs, key=lambda run: (run.name, run.seed, run.folder))
+
+
+def _load(folder: Path) -> Run:
+    try:
+        run = Run(folder)
+        epochs = len(run.metrics())
+    except InputError as error:
+        return DamagedRun(folder, str(error))
+    if epochs < run.recipe.epochs and not any((folder / file).exists() for file in _TRAINING):
+        return DamagedRun(
+            folder,
+            f"{folder} is damaged: it has {epochs} of {run.recipe.epochs} epochs and no "
+            "checkpoint; restore it from a copy or train the run again",
+        )
+    return run
 
 
 def default_folder() -> Path | None:
@@ -147,23 +201,70 @@ def default_folder() -> Path | None:
     return next((path for path in folders if path.is_dir() and any(path.iterdir())), None)
 
 
+def require_name(name: str) -> None:
+    """Raise InputError unless a run can have this name, which is also that of its folder."""
+    if name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
+        raise InputError(f"name of a run must be a valid folder name, got {name!r}")
+
+
 def export(run: Run, to: Path | str) -> Path:
-    """Copy the record of a finished run, without its checkpoint, to ``to/<name>/<seed>/``."""
+    """Copy the record of a finished run, without its checkpoint, to ``to/<name>/<seed>/``.
+
+    The copy appears complete or not at all. A record that is already there is never changed.
+
+    Raises:
+        InputError: the run is not finished, or another record has its name and seed.
+    """
     result = summary(run)
+    if run.damage is not None:
+        raise InputError(run.damage)
     if not result.finished:
         raise InputError(
             f"{run.folder} is not finished: {result.epochs} of {run.recipe.epochs} epochs"
         )
     folder = Path(to) / run.name / str(run.seed)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in ("config.json", "metrics.jsonl"):
-            shutil.copyfile(run.folder / file, folder / file)
+    files = _contents(run.folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        if _contents(folder) != files:
+            raise InputError(
+                f"{folder} holds a different or damaged record of the same name and seed: move it "
+                "away, or export to another folder"
+            )
+        return folder
+    write_folder(folder, files)
     return folder
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """The files of a record, without those that are missing."""
+    paths = [folder / file for file in ("config.json", "metrics.jsonl")]
+    try:
+        return {path.name: path.read_bytes() for path in paths if path.exists()}
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror or error}") from error
+
+
+def _require_folder(folder: Path, name: str, seed: int) -> None:
+    """Raise InputError unless the path of a folder ends in the name and the seed of its run."""
+    require_name(name)
+    place = Path(os.path.abspath(folder))
+    if (place.parent.name, place.name) != (name, str(seed)):
+        raise InputError(
+            f"it is the record of {name}/{seed}, but its folder is {place.parent.name}/{place.name}"
+        )
+
+
+def _brief(text: str) -> str:
+    """The beginning of a text that may contain a damaged file."""
+    return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+_SEED = re.compile("-?[0-9]+")
+_TRAINING = ("lock", "checkpoint.pt", "checkpoint.previous.pt")  # files of a run, not of a copy
 
 
 def _parse(line: bytes) -> Any:
     """The value of a line of JSON, or None if it is not valid JSON."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(line)
     return None

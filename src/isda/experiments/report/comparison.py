@@ -165,20 +165,25 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
 
 
 def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], dict[str, str]]:
-    """Sides by name, and for every name whose runs contradict each other, the reason.
+    """Sides by name, and reasons why runs are left out, by name or folder.
+
+    Left out are damaged records, and all runs of a name if they contradict each other.
 
     Skips runs evaluated on held-out images, and runs that have the name of a recipe but different
     settings.
     """
     by_name: dict[str, list[Run]] = {}
+    damaged: dict[str, str] = {}
     for run in distinct(runs):
-        if (
+        if run.damage is not None:
+            damaged[str(run.folder)] = run.damage
+        elif (
             summary(run).finished
             and not run.recipe.hold_out
             and same_training(run.recipe, RECIPES.get(run.name, run.recipe))
         ):
             by_name.setdefault(run.name, []).append(run)
-    sides, left_out = {}, {}
+    sides, left_out = {}, damaged
     for name, own in sorted(by_name.items()):
         try:
             sides[name] = create_side(own, name)
@@ -196,6 +201,9 @@ def distinct(runs: Iterable[Run]) -> list[Run]:
     """Drop copies: keep the first of the runs with the same name, seed, recipe and result."""
     found: dict[Any, Run] = {}
     for run in runs:
+        if run.damage is not None:
+            found[run.folder] = run
+            continue
         result = replace(summary(run), seconds=0.0)
         found.setdefault((run.name, run.seed, run.recipe, result), run)
     return list(found.values())

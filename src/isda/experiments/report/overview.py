@@ -66,7 +66,7 @@ class Overview:
     """Number of unfinished runs."""
 
     left_out: dict[str, str]
-    """Reasons why runs are left out, by name."""
+    """Reasons why runs are left out, by name or folder."""
 
     @property
     def sentences(self) -> dict[str, str]:
@@ -118,7 +118,7 @@ def overview(runs: Iterable[Run]) -> Overview:
             for run in side.runs.values()}  # fmt: skip
     used |= {run.folder for one in others for side in one.sides for run in side.runs.values()}
     outside = sum(run.folder not in used and run.name not in left_out for run in finished)
-    unfinished = len(runs) - len(finished)
+    unfinished = sum(run.damage is None for run in runs) - len(finished)
     return Overview(sides, table_of, results, others, outside, unfinished, left_out)
 
 

@@ -23,7 +23,7 @@ except ImportError:  # not on Windows
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import sync_folder, write_text, writing
-from isda.experiments.records import Run, summary
+from isda.experiments.records import Run, require_name, summary
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training.environment import environment
 
@@ -57,8 +57,7 @@ class RunFolder(Run):
         Raises:
             InputError: the run exists and ``resume`` is off, or it has a different recipe.
         """
-        if name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
-            raise InputError(f"name of a run must be a valid folder name, got {name!r}")
+        require_name(name)
         folder = Path(out) / name / str(seed)
         here = environment(device)
         if not (folder / "config.json").exists():
@@ -143,7 +142,7 @@ class RunFolder(Run):
                 strings in dictionaries and lists.
         """
         new = self.folder / "checkpoint.new.pt"
-        with writing(new, undo=True):
+        with writing(new, temporary=new, keep=self._checkpoints):
             with open(new, "wb") as file:
                 torch.save(state, file)
                 file.flush()
