@@ -3,6 +3,7 @@
 import builtins
 import dataclasses
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -97,6 +98,117 @@ def test_line_that_is_not_json(run):
     (run.folder / "metrics.jsonl").write_text(text.replace('{"epoch": 1', '{"ep'))
     with pytest.raises(InputError, match="damaged: line 2 is not the record of epoch 1"):
         summary(run)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test_error": -5.57}, "has test_error -5.57, which must be from 0 to 100"),
+        ({"test_error": 500}, "has test_error 500, which must be from 0 to 100"),
+        ({"test_error": True}, "is not the record of epoch 1"),
+        ({"test_error": 10**400}, "is not the record of epoch 1"),
+        ({"test_top5_error": 101.0}, "has test_top5_error 101.0"),
+        ({"test_ece": 1.5}, "has test_ece 1.5, which must be from 0 to 1"),
+        ({"train_loss": -1.0}, "has train_loss -1.0, which must be >= 0"),
+        ({"test_loss": float("inf")}, "is not the record of epoch 1"),
+        ({"epoch": 1.0}, "is not the record of epoch 1"),
+        ({"epoch": True}, "is not the record of epoch 1"),
+        ({"side_by_side": 1.5}, "has side_by_side 1.5, which must be an integer"),
+    ],
+)
+def test_values_out_of_range_are_refused(run, change, message):
+    """In reading and in writing."""
+    with pytest.raises(RunError, match="the next line of the metrics "):
+        run.append(line(0) | change | {"epoch": change.get("epoch", 0)})
+    path = run.folder / "metrics.jsonl"
+    assert not path.exists()
+    path.write_text("".join(json.dumps(one) + "\n" for one in (line(0), line(1) | change)))
+    with pytest.raises(InputError, match=f"metrics.jsonl is damaged: line 2 {message}") as caught:
+        summary(run)
+    assert len(str(caught.value)) < 600
+
+
+def test_nested_metrics_are_refused(run):
+    text = json.dumps(line(0))[:-1] + ', "deep": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+    (run.folder / "metrics.jsonl").write_text(text)
+    with pytest.raises(InputError, match="damaged: line 1 is not the record of epoch 0"):
+        run.metrics()
+
+
+@pytest.mark.parametrize(
+    "change", [{"epochs": 10**400}, {"epochs": True}, {"epochs": 12.0}, {"network": 5},
+               {"augment": "crop"}, {"milestones": [1, 2.5]}, {"learning_rate": float("nan")}],
+)  # fmt: skip
+def test_recipe_with_values_of_a_wrong_type(run, change):
+    path = run.folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "recipe": config["recipe"] | change}))
+    with pytest.raises(
+        InputError, match=rf"not a run record: .*{next(iter(change))} of the recipe"
+    ):
+        RunFolder(run.folder)
+
+
+def test_every_flipped_bit_of_the_last_ten_epochs_is_found(finished):
+    """None changes a result: the record is refused, or it lacks its last line."""
+    assert finished.verified
+    path, expected = finished.folder / "metrics.jsonl", finished.metrics()
+    content = path.read_bytes()
+    first = len(b"".join(content.splitlines(keepends=True)[:2]))
+    for where in range(first, len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[where] ^= 1 << bit
+            path.write_bytes(flipped)
+            with pytest.raises(InputError, match=r"metrics\.jsonl is damaged: line \d+ "):
+                RunFolder(finished.folder).metrics()
+    path.write_bytes(content)
+    assert RunFolder(finished.folder).metrics() == expected
+
+
+def test_checksum_covers_recipe_and_order(finished, tmp_path):
+    path = finished.folder / "config.json"
+    text = path.read_text()
+    path.write_text(text.replace('"lambda_0": 0.5', '"lambda_0": 0.7'))
+    with pytest.raises(InputError, match="line 1 does not match its checksum"):
+        RunFolder(finished.folder).metrics()
+    path.write_text(text)
+    path = finished.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    other = RunFolder.create(tmp_path / "other", finished.name, RECIPE, 3)
+    for epoch in range(12):
+        other.append(line(epoch, test_error=5.0))
+    strange = (other.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:11], strange[11]]))
+    with pytest.raises(InputError, match="line 12 does not match its checksum"):
+        RunFolder(finished.folder).metrics()
+
+
+def test_checksum_by_hand(finished):
+    """The checksum is that of the documented bytes."""
+    config = json.loads((finished.folder / "config.json").read_text())
+    begin = json.dumps([config["name"], config["seed"], config["recipe"]], sort_keys=True)
+    content = (finished.folder / "metrics.jsonl").read_text()
+    last = content.rindex(', "check": ')
+    digest = hashlib.sha256((begin + content[:last]).encode()).hexdigest()
+    assert json.loads(content.splitlines()[-1])["check"] == digest[:16]
+
+
+def test_a_run_without_checksums_goes_on(finished):
+    """Lines of an earlier version stay as they are; later checksums cover them."""
+    path = finished.folder / "metrics.jsonl"
+    content = "".join(json.dumps(line(epoch)) + "\n" for epoch in range(3))
+    path.write_text(content)
+    run = RunFolder(finished.folder)
+    assert not run.verified
+    run.rewind(2)
+    for epoch in range(2, 5):
+        run.append(line(epoch))
+    assert run.metrics() == [line(epoch) for epoch in range(5)]
+    assert not run.verified
+    path.write_text(path.read_text().replace("20.0", "10.0"))
+    with pytest.raises(InputError, match="line 3 does not match its checksum"):
+        RunFolder(finished.folder).metrics()
 
 
 def test_metrics_that_cannot_be_read(run):

@@ -1,17 +1,22 @@
 """Run records: ``<recipe>/<seed>/config.json`` and ``metrics.jsonl``, and the result of a run.
 
+Every line of metrics.jsonl ends in a field ``check``: the first 16 hexadecimal digits of the
+SHA-256 of name, seed and recipe, of all lines before it, and of the line itself up to that field.
+Records without it, which earlier versions wrote, are read as unverified.
+
 Reading records needs neither torch nor the training code;
 :mod:`isda.experiments.training.run_folder` writes them.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_folder
@@ -25,7 +30,9 @@ __all__ = [
     "default_folder",
     "export",
     "load_runs",
+    "require_metrics",
     "require_name",
+    "sealed",
     "summary",
 ]
 
@@ -50,15 +57,17 @@ class Run:
         self.folder = Path(folder)
         path = self.folder / "config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-            self.name: str = config["name"]
-            self.seed: int = config["seed"]
-            self.recipe = Recipe.from_dict(config["recipe"])
-            self.environments: list[dict[str, Any]] = config["environments"]
+            if not path.is_file():
+                raise InputError("it is missing or not a file")
+            self._config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self.name: str = self._config["name"]
+            self.seed: int = self._config["seed"]
             if not isinstance(self.name, str) or type(self.seed) is not int:
                 raise TypeError(f"name {self.name!r}, seed {self.seed!r}")
             _require_folder(self.folder, self.name, self.seed)
-            if not self.environments or not all(isinstance(e, dict) for e in self.environments):
+            self.recipe = _recipe(self._config["recipe"])
+            self.environments: list[dict[str, Any]] = self._config["environments"]
+            if not self.environments or not all(map(_is_environment, self.environments)):
                 raise TypeError(f"environments {self.environments!r}")
         except InputError as error:
             raise InputError(f"{path} is not a run record: {_brief(str(error))}") from error
@@ -73,9 +82,20 @@ class Run:
         ) as error:
             raise InputError(f"{path} is not a run record: {_brief(repr(error))}") from error
         self._metrics: tuple[tuple[int, ...], list[dict[str, Any]]] = ((), [])  # as last read
+        self._verified = False
+
+    @property
+    def verified(self) -> bool:
+        """Whether every line of the metrics has a checksum; wrong checksums are refused."""
+        return bool(self.metrics()) and self._verified
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Metrics of all epochs so far, one dictionary per epoch; ignores a truncated last line."""
+        """Metrics of all epochs so far, one dictionary per epoch; ignores a truncated last line.
+
+        Raises:
+            InputError: a line is damaged: its checksum is wrong, or it is not the record of its
+                epoch, or a value is out of range.
+        """
         path = self.folder / "metrics.jsonl"
         try:
             if not path.exists():
@@ -84,22 +104,67 @@ class Run:
             version = stat.st_ino, stat.st_mtime_ns, stat.st_size
             if version == self._metrics[0]:
                 return self._metrics[1]
-            lines = path.read_bytes().split(b"\n")
+            *lines, rest = path.read_bytes().split(b"\n")
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-        records = [_parse(line) for line in lines[:-1]]  # a line without a newline is incomplete
-        for epoch, record in enumerate(records):
-            if (
-                not (isinstance(record, dict) and record.get("epoch") == epoch < self.recipe.epochs)
-                or not all(isinstance(value, int | float) for value in record.values())
-                or not math.isfinite(record.get("test_error", math.nan))
-            ):
+        records, checked, verified, checksum = [], False, True, self.checksum()
+        for epoch, line in enumerate(lines):
+            try:
+                record, has_check = _read_line(line, checksum)
+                if checked and not has_check:
+                    raise ValueError("has no checksum, but the line before it has one")
+                require_metrics(record, epoch, self.recipe.epochs)
+            except ValueError as error:
                 raise InputError(
-                    f"{path} is damaged: line {epoch + 1} is not the record of epoch {epoch} of "
-                    f"{self.recipe.epochs}"
-                )
-        self._metrics = version, records
+                    f"{path} is damaged: line {epoch + 1} {_brief(str(error))}; restore it from a "
+                    "copy or train the run again"
+                ) from error
+            checked, verified = has_check, verified and has_check
+            records.append(record)
+        if isinstance(_parse(rest[:-1]), dict):
+            raise InputError(f"{path} is damaged: line {len(lines) + 1} does not end in a newline")
+        self._metrics, self._verified = (version, records), verified
         return records
+
+    def checksum(self) -> "hashlib._Hash":
+        """Checksum before the first line of the metrics: of name, seed and recipe."""
+        fields = [self._config[key] for key in ("name", "seed", "recipe")]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+
+
+def sealed(record: dict[str, Any], checksum: "hashlib._Hash") -> bytes:
+    """The line of an epoch, without a newline, and with its checksum as the last field.
+
+    Args:
+        record: metrics of the epoch.
+        checksum: :meth:`Run.checksum`, updated with the bytes of all lines before this one.
+    """
+    body = json.dumps(record).encode().removesuffix(b"}")
+    checksum = checksum.copy()
+    checksum.update(body)
+    return body + f', "check": "{checksum.hexdigest()[:16]}"}}'.encode()
+
+
+def require_metrics(record: Any, epoch: int, epochs: int) -> None:
+    """Raise ValueError unless a record can be that of an epoch.
+
+    All values are finite numbers >= 0. Errors are percentages, the calibration error is a fraction;
+    float32 arithmetic may exceed these limits by a rounding error.
+    """
+    if (
+        not isinstance(record, dict)
+        or not all(_is_number(value) for value in record.values())
+        or type(record.get("epoch")) is not int
+        or not record["epoch"] == epoch < epochs
+        or "test_error" not in record
+    ):
+        raise ValueError(f"is not the record of epoch {epoch} of {epochs}")
+    for key, value in record.items():
+        if not -_ROUNDING <= value <= _LIMITS.get(key, math.inf) + _ROUNDING:
+            expected = f"from 0 to {_LIMITS[key]}" if key in _LIMITS else ">= 0"
+            raise ValueError(f"has {key} {value!r}, which must be {expected}")
+        if key in _INTEGERS and type(value) is not int:
+            raise ValueError(f"has {key} {value!r}, which must be an integer")
 
 
 class DamagedRun(Run):
@@ -261,6 +326,63 @@ def _brief(text: str) -> str:
 
 _SEED = re.compile("-?[0-9]+")
 _TRAINING = ("lock", "checkpoint.pt", "checkpoint.previous.pt")  # files of a run, not of a copy
+
+
+_CHECK = re.compile(rb', "check": "([0-9a-f]{16})"\}')
+_LIMITS = {"test_error": 100, "test_top5_error": 100, "test_ece": 1}
+_INTEGERS = ("epoch", "side_by_side")
+_ROUNDING = 1e-4  # 100 · (1 − mean) in float32
+
+
+def _read_line(line: bytes, checksum: "hashlib._Hash") -> tuple[Any, bool]:
+    """The record of a line, and whether it has a checksum; raises ValueError if that is wrong.
+
+    Updates ``checksum`` with the line and its newline.
+    """
+    found = _CHECK.search(line)
+    body = line if found is None else line[: found.start()]
+    checksum.update(body)
+    if found is not None and (
+        found.end() != len(line) or checksum.hexdigest()[:16] != found[1].decode()
+    ):
+        raise ValueError("does not match its checksum")
+    checksum.update(line[len(body) :] + b"\n")
+    record = _parse(line)
+    if found is not None and isinstance(record, dict):
+        del record["check"]
+    return record, found is not None
+
+
+def _recipe(fields: Any) -> Recipe:
+    """Recipe of a config; raises TypeError or InputError for a value of a wrong type or range."""
+    for field, kind in get_type_hints(Recipe).items():
+        if field in fields and not _fits(fields[field], kind):
+            raise TypeError(f"{field} of the recipe is {fields[field]!r}")
+    return Recipe.from_dict(fields)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value has the type of a field of a recipe."""
+    if get_origin(kind) is tuple:
+        return isinstance(value, list) and all(_fits(one, get_args(kind)[0]) for one in value)
+    if kind is float:
+        return _is_number(value)
+    if kind is int:
+        return _is_number(value) and isinstance(value, int)
+    return isinstance(value, str if get_origin(kind) is Literal else kind)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number, not a boolean, and an integer fits into 64 bits."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return type(value) is int and abs(value) < 2**63
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, dict) and not any(
+        isinstance(one, dict | list) for one in value.values()
+    )
 
 
 def _parse(line: bytes) -> Any:

@@ -82,6 +82,11 @@ class Side:
         """Errors by seed, in percent."""
         return self.values(lambda result: result.error)
 
+    @property
+    def verified(self) -> bool:
+        """Whether the records of all runs have checksums."""
+        return all(run.verified for run in self.runs.values())
+
     def values(self, quantity: Callable[[Summary], float | None]) -> dict[int, float]:
         """A quantity of the results by seed, without seeds that did not record it."""
         values = {seed: quantity(result) for seed, result in self.summaries.items()}
@@ -198,14 +203,19 @@ def left_out_line(reason: str) -> str:
 
 
 def distinct(runs: Iterable[Run]) -> list[Run]:
-    """Drop copies: keep the first of the runs with the same name, seed, recipe and result."""
+    """Drop copies: keep one of the runs with the same name, seed, recipe and result.
+
+    It is the first one with checksums, if there is one.
+    """
     found: dict[Any, Run] = {}
     for run in runs:
         if run.damage is not None:
             found[run.folder] = run
             continue
         result = replace(summary(run), seconds=0.0)
-        found.setdefault((run.name, run.seed, run.recipe, result), run)
+        key = run.name, run.seed, run.recipe, result
+        if key not in found or (run.verified and not found[key].verified):
+            found[key] = run
     return list(found.values())
 
 

@@ -65,6 +65,9 @@ class Overview:
     unfinished: int
     """Number of unfinished runs."""
 
+    unverified: int
+    """Number of finished runs whose records have no checksums."""
+
     left_out: dict[str, str]
     """Reasons why runs are left out, by name or folder."""
 
@@ -95,6 +98,8 @@ class Overview:
             words += found
         if self.unfinished:
             words.append(f"Unfinished runs that are left out: {self.unfinished}.")
+        if self.unverified:
+            words.append(f"Finished runs without checksums (unverified): {self.unverified}.")
         if self.outside:
             words.append(f"Finished runs in no cell and no comparison: {self.outside}.")
         return [*words, *map(left_out_line, self.left_out.values())]
@@ -119,7 +124,8 @@ def overview(runs: Iterable[Run]) -> Overview:
     used |= {run.folder for one in others for side in one.sides for run in side.runs.values()}
     outside = sum(run.folder not in used and run.name not in left_out for run in finished)
     unfinished = sum(run.damage is None for run in runs) - len(finished)
-    return Overview(sides, table_of, results, others, outside, unfinished, left_out)
+    unverified = sum(not run.verified for run in finished)
+    return Overview(sides, table_of, results, others, outside, unfinished, unverified, left_out)
 
 
 _VERDICTS = {  # of one comparison, of several

@@ -95,6 +95,8 @@ def pair_rows(
         one, other = (published.get(side.name) for side in result.sides)
         paper = signed(other.mean - one.mean) if one and other else DASH
         counts = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
+        if not all(side.verified for side in result.sides):
+            counts += " unverified"
         rows.append(
             [
                 result.method.name,

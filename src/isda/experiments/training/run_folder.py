@@ -21,9 +21,9 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from isda.experiments.errors import InputError
-from isda.experiments.files import sync_folder, write_text, writing
-from isda.experiments.records import Run, require_name, summary
+from isda.experiments.errors import InputError, RunError
+from isda.experiments.files import sync_folder, write_bytes, write_text, writing
+from isda.experiments.records import Run, require_metrics, require_name, sealed, summary
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training.environment import environment
 
@@ -109,7 +109,14 @@ class RunFolder(Run):
     def append(self, metrics: dict[str, Any]) -> None:
         """Append the metrics of an epoch and flush them to disk. Call it before ``save``."""
         path = self.folder / "metrics.jsonl"
-        line = (json.dumps(metrics) + "\n").encode()
+        before = self._lines()
+        try:
+            require_metrics(metrics, len(before), self.recipe.epochs)
+        except ValueError as error:
+            raise RunError(f"{self.folder}: the next line of the metrics {error}") from error
+        checksum = self.checksum()
+        checksum.update(b"".join(before))
+        line = sealed(metrics, checksum) + b"\n"
         with writing(path), open(path, "ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -125,14 +132,18 @@ class RunFolder(Run):
 
         Call it on every resume, with the number of epochs in the checkpoint, or 0 without one.
         """
-        kept = [record for record in self.metrics() if record["epoch"] < epoch]
-        if [record["epoch"] for record in kept] != list(range(epoch)):
-            raise InputError(
-                f"{self.folder / 'metrics.jsonl'} lacks epochs before {epoch}, the epoch of the "
-                "checkpoint"
-            )
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        write_text(self.folder / "metrics.jsonl", text)
+        path = self.folder / "metrics.jsonl"
+        if len(self.metrics()) < epoch:
+            raise InputError(f"{path} lacks epochs before {epoch}, the epoch of the checkpoint")
+        kept = b"".join(self._lines()[:epoch])
+        if not path.exists() or path.stat().st_size != len(kept):
+            write_bytes(path, kept)
+
+    def _lines(self) -> list[bytes]:
+        """Complete lines of the metrics, with their newlines."""
+        path = self.folder / "metrics.jsonl"
+        content = path.read_bytes() if path.exists() else b""
+        return [line + b"\n" for line in content.split(b"\n")[:-1]]
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint; the previous one stays until the new one is complete on disk.
