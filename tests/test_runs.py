@@ -6,9 +6,11 @@ import errno
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import resource
+import shutil
 import warnings
 
 import numpy as np
@@ -260,6 +262,122 @@ def test_another_environment_is_recorded(run, tmp_path, monkeypatch):
 def test_name_must_be_a_folder_name(tmp_path, name):
     with pytest.raises(InputError, match="folder name"):
         RunFolder.create(tmp_path, name, RECIPE, 0)
+
+
+def take_lock(out, held, release):
+    with run_folder.locked(out, "name", 0):
+        held.set()
+        release.wait(60)
+
+
+def test_a_lock_that_is_released_is_not_held_twice(tmp_path, monkeypatch):
+    """A process opens the lock file, another one deletes it with the folder, a third one locks."""
+    context = multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+    third = context.Process(target=take_lock, args=(tmp_path, held, release))
+    real = run_folder.fcntl.lockf
+    first = run_folder.locked(tmp_path, "name", 0)
+    first.__enter__()
+
+    def late(file, mode):
+        monkeypatch.setattr(run_folder.fcntl, "lockf", real)
+        first.__exit__(None, None, None)  # nothing was written: removes folder and lock
+        assert not (tmp_path / "name").exists()
+        third.start()
+        assert held.wait(30)
+        real(file, mode)  # of the deleted file, which nobody else holds
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", late)
+    try:
+        with (
+            pytest.raises(InputError, match="name/0 is being trained by another process"),
+            run_folder.locked(tmp_path, "name", 0),
+        ):
+            pass
+    finally:
+        release.set()
+        third.join(30)
+    assert third.exitcode == 0
+    with run_folder.locked(tmp_path, "name", 0):
+        RunFolder.create(tmp_path, "name", RECIPE, 0)
+    assert (tmp_path / "name" / "0" / "lock").exists()  # stays with the run
+
+
+def test_lock_removes_what_a_killed_process_left(run, tmp_path, monkeypatch):
+    run.append(line(0))
+
+    def crash(*_):
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(Crash):
+            run.rewind(0)
+    assert list(run.folder.glob(".*.new"))
+    with run_folder.locked(tmp_path, run.name, 3):
+        assert sorted(path.name for path in run.folder.iterdir()) == [
+            "config.json", "lock", "metrics.jsonl",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("file", ["checkpoint.pt", "checkpoint.previous.pt", "metrics.jsonl"])
+def test_files_without_a_config_are_refused(run, tmp_path, resume, file):
+    (run.folder / "config.json").unlink()
+    (run.folder / file).write_bytes(b"of an earlier run")
+    with pytest.raises(InputError, match=f"has {file} but no config.json: restore config.json"):
+        RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=resume)
+    assert [path.name for path in run.folder.iterdir()] == [file]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epoch": 10**9}, "epoch must be from 0 to 12, got 1000000000"),
+        ({"epoch": -1}, "epoch must be from 0 to 12, got -1"),
+        ({"epoch": "3"}, "epoch must be from 0 to 12, got '3'"),
+        ({"epoch": True}, "epoch must be from 0 to 12, got True"),
+        ({"epoch": None}, "epoch must be from 0 to 12, got None"),
+        ({"recipe": {"epochs": "12"}}, "epochs of the recipe is '12'"),
+        ({"recipe": [1]}, r"recipe \[1\]"),
+        ("seed", "it does not name its seed"),
+        ("recipe", "it does not name its recipe"),
+        ("epoch", "it does not name its epoch"),
+    ],
+)
+def test_a_checkpoint_with_damaged_fields_is_not_used(run, change, message):
+    run.save(state(0))
+    run.save(state(1))
+    path = run.folder / "checkpoint.pt"
+    content = torch.load(path, weights_only=True)
+    if isinstance(change, str):
+        del content[change]
+    else:
+        content |= change
+    torch.save(content, path)
+    used = []
+    with pytest.warns(
+        UserWarning, match=rf"damaged \({message}.*resuming from checkpoint.previous"
+    ):
+        assert same(run.load(used.append), state(0))
+    assert [one["epoch"] for one in used] == [0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "seed", "message"),
+    [
+        (RECIPE, 4, "seed 4 → 3"),
+        (dataclasses.replace(RECIPE, lambda_0=0.25), 3, "lambda_0 0.25 → 0.5"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(run, tmp_path, recipe, seed, message):
+    other = RunFolder.create(tmp_path / "other", run.name, recipe, seed)
+    other.save(state(2))
+    shutil.copyfile(other.folder / "checkpoint.pt", run.folder / "checkpoint.pt")
+    used = []
+    with pytest.raises(InputError, match=rf"the checkpoint of another run \({message}\): restore"):
+        run.load(used.append)
+    assert not used
 
 
 def test_checkpoint_round_trip(run):

@@ -30,6 +30,7 @@ __all__ = [
     "default_folder",
     "export",
     "load_runs",
+    "read_recipe",
     "require_metrics",
     "require_name",
     "sealed",
@@ -65,7 +66,7 @@ class Run:
             if not isinstance(self.name, str) or type(self.seed) is not int:
                 raise TypeError(f"name {self.name!r}, seed {self.seed!r}")
             _require_folder(self.folder, self.name, self.seed)
-            self.recipe = _recipe(self._config["recipe"])
+            self.recipe = read_recipe(self._config["recipe"])
             self.environments: list[dict[str, Any]] = self._config["environments"]
             if not self.environments or not all(map(_is_environment, self.environments)):
                 raise TypeError(f"environments {self.environments!r}")
@@ -143,6 +144,21 @@ def sealed(record: dict[str, Any], checksum: "hashlib._Hash") -> bytes:
     checksum = checksum.copy()
     checksum.update(body)
     return body + f', "check": "{checksum.hexdigest()[:16]}"}}'.encode()
+
+
+def read_recipe(fields: Any) -> Recipe:
+    """Recipe from the fields of a file.
+
+    Raises:
+        TypeError: a value has a wrong type.
+        InputError: a value is out of range, or a field is unknown or missing.
+    """
+    if not isinstance(fields, dict):
+        raise TypeError(f"recipe {fields!r}")
+    for field, kind in get_type_hints(Recipe).items():
+        if field in fields and not _fits(fields[field], kind):
+            raise TypeError(f"{field} of the recipe is {fields[field]!r}")
+    return Recipe.from_dict(fields)
 
 
 def require_metrics(record: Any, epoch: int, epochs: int) -> None:
@@ -351,14 +367,6 @@ def _read_line(line: bytes, checksum: "hashlib._Hash") -> tuple[Any, bool]:
     if found is not None and isinstance(record, dict):
         del record["check"]
     return record, found is not None
-
-
-def _recipe(fields: Any) -> Recipe:
-    """Recipe of a config; raises TypeError or InputError for a value of a wrong type or range."""
-    for field, kind in get_type_hints(Recipe).items():
-        if field in fields and not _fits(fields[field], kind):
-            raise TypeError(f"{field} of the recipe is {fields[field]!r}")
-    return Recipe.from_dict(fields)
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -25,7 +25,7 @@ from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import choose_kernels, join_processes
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.run_folder import RunFolder, require_free
+from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.side_by_side import SideBySide
 
 __all__ = ["Plan", "load_images", "train"]
@@ -76,7 +76,9 @@ def _begin(
     _require_fit(lane)
     if not options.resume:
         require_free(options.out / plan.name / str(plan.seed) for plan in plans)
-    runs = {
+    for plan in plans:
+        locks.enter_context(locked(options.out, plan.name, plan.seed))
+    return {
         number: RunFolder.create(
             options.out,
             plan.name,
@@ -87,9 +89,6 @@ def _begin(
         )
         for number, plan in enumerate(plans)
     }
-    for run in runs.values():
-        locks.enter_context(run.lock())
-    return runs
 
 
 def _require_fit(lane: Lane) -> None:
