@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import re
 import shutil
 from functools import partial
@@ -19,6 +20,7 @@ from isda.experiments.published import COST
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.records import Run, load_runs
 from isda.experiments.report.comparison import comparison, comparison_table, create_side, sentence
+from isda.experiments.report.curves import Line, curves
 from isda.experiments.report.intervals import difference, signed
 from isda.experiments.report.overview import report_markdown
 from isda.experiments.report.pages import write_comparison_page, write_report_page
@@ -411,6 +413,42 @@ def test_names_are_escaped(tmp_path):
     assert not {"b", "i"} & set(Page(path.read_text(encoding="utf-8")).tags)
 
 
+STRANGE = ("<b>|_x_*y*`z`$^$", os.fsdecode(b"a\xff\xfe"), "new\nline[link](x)", "a_b-$_{$")
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_strange_names_in_markdown_and_plots(tmp_path, strange):
+    """Bytes that are not UTF-8, mathematics, Markdown and line ends; also in the path."""
+    names = [f"{strange}-{method}{strange}" for method in ("ce", "isda")]
+    for name, start in zip(names, (CE, ISDA), strict=True):
+        for seed in range(2):
+            make_run(tmp_path / strange, name, seed, 9.0, start=start, epochs=None)
+    runs = load_runs(tmp_path)
+    path = tmp_path / strange / "page.html"
+    write_comparison_page(path, comparison(runs, *names))
+    write_report_page(path, runs)
+    assert not {"b", "i"} & set(Page(path.read_text(encoding="utf-8")).tags)
+    text = report_markdown(runs)
+    text.encode()
+    readme = tmp_path / strange / "README.md"
+    readme.write_text("<!-- runs:all -->\n<!-- /runs -->\n")
+    assert update_markdown(readme, runs)
+    for part in (text, readme.read_text(encoding="utf-8")):
+        # outside of code, no mark is left without a backslash
+        plain = re.sub(r"``? .*? ``?|`[^`]*`", "", part)
+        plain = re.sub(r"^\| | \| | \|$|<!--.*-->|^#+ |^\* ", "", plain, flags=re.MULTILINE)
+        assert not re.search(r"(?<!\\)[`*\[\]<>|$]", plain)
+        widths = {line.count(" | ") for line in part.split("Beyond")[-1].splitlines()
+                  if line.startswith("|")}  # fmt: skip
+        assert len(widths) == 1
+
+
+def test_labels_are_not_mathematics(out):
+    runs = [run for run in load_runs(out) if run.name == CE]
+    svg = curves([Line(r"$\foo$ & $", runs, "#000000")], "test_error", "error")
+    assert r"$\foo$ &amp; $" in svg
+
+
 def test_recipes_table(out, tmp_path):
     text = recipes_table()
     assert len(text.splitlines()) == 2 + len(RECIPES)
@@ -442,6 +480,23 @@ def test_update_markdown(out, tmp_path):
     assert update_markdown(path, runs)
     assert path.read_text() == frame.format("digits", table, "all", table)
     assert not update_markdown(path, runs)
+    path.write_text(frame.format("digits", "", "all", ""))
+    path.chmod(0o640)
+    mine, link = tmp_path / "README.md.new", tmp_path / "docs" / "link.md"
+    mine.write_text("mine")
+    link.parent.mkdir()
+    link.symlink_to("../README.md")
+    assert update_markdown(link, runs)
+    assert link.is_symlink()
+    assert path.read_text() == frame.format("digits", table, "all", table)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert mine.read_text() == "mine"
+    assert {one.name for one in tmp_path.iterdir()} == {
+        "README.md",
+        "README.md.new",
+        "docs",
+        "runs",
+    }
     path.write_text("<!-- runs:cifar10 -->\n<!-- /runs -->\n")
     with pytest.raises(InputError, match="cifar10"):
         update_markdown(path, runs)

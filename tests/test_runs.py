@@ -561,6 +561,45 @@ def test_full_disk_keeps_the_last_checkpoint(run, monkeypatch):
     assert same(run.load(), state(0))
 
 
+def test_intact_is_said_only_after_a_look(run, monkeypatch):
+    """A file that could not be restored is not called intact, nor is one that did not exist."""
+    real = builtins.open
+
+    class Disk:
+        def __init__(self, *arguments, **options):
+            self.file = real(*arguments, **options)
+
+        def write(self, data):
+            self.file.write(data[:5])
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def truncate(self, end):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+    def failing() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "open", Disk)
+            with pytest.raises(RunError) as caught:
+                run.append(line(len(run.metrics())))
+        return str(caught.value)
+
+    assert failing().endswith("metrics.jsonl: Input/output error")
+    run.rewind(0)
+    run.append(line(0))
+    assert failing().endswith("Input/output error; the file may be incomplete")
+    run.rewind(1)
+    assert run.metrics() == [line(0)]
+
+
 def test_write_that_fails_inside_torch(run):
     """torch.save reports a failed write as a RuntimeError; the file-size limit makes a real one."""
     run.save(state(0))

@@ -17,7 +17,7 @@ from isda.experiments.report.comparison import (
 )
 from isda.experiments.report.paper_tables import TABLES
 from isda.experiments.report.tables import pairs, pairs_markdown, section
-from isda.experiments.report.text import markdown_rows
+from isda.experiments.report.text import escape_markdown, markdown_rows
 
 __all__ = ["COSTS_TITLE", "Overview", "overview", "report_markdown"]
 
@@ -38,8 +38,12 @@ def report_markdown(runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> str
         parts[1:1] = [f"{COSTS_TITLE}:", markdown_rows(header, rows, left=(0, len(header) - 1))]
     if found.others:
         parts += ["## Beyond the paper's tables", pairs_markdown(found.others)]
-    parts += ["## In words", " ".join(found.words)]
-    parts += ["\n".join(f"* {name}: {words}" for name, words in found.sentences.items())]
+    parts += ["## In words", escape_markdown(" ".join(found.words))]
+    parts += [
+        "\n".join(
+            "* " + escape_markdown(f"{name}: {words}") for name, words in found.sentences.items()
+        )
+    ]
     return "\n\n".join(parts)
 
 
