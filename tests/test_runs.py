@@ -754,6 +754,12 @@ def test_a_short_copy_is_damaged(finished, tmp_path):
     folder = export(finished, tmp_path / "kept")
     path = folder / "metrics.jsonl"
     content = path.read_bytes()
+    config = (folder / "config.json").read_bytes()
+    (folder / "config.json").unlink()
+    assert (
+        "config.json is not a run record: it is missing" in load_runs(tmp_path / "kept")[0].damage
+    )
+    (folder / "config.json").write_bytes(config)
     for rest in (content[:-1], content[:-40], b"", None):
         path.unlink() if rest is None else path.write_bytes(rest)
         (run,) = load_runs(tmp_path / "kept")

@@ -256,7 +256,8 @@ def load_runs(out: Path | str) -> list[Run]:
     """
     if not Path(out).is_dir():
         raise InputError(f"folder {str(out)!r} does not exist")
-    folders = [path.parent for path in Path(out).rglob("config.json")]
+    files = ("config.json", "metrics.jsonl")
+    folders = {path.parent for file in files for path in Path(out).rglob(file)}
     runs = [_load(folder) for folder in folders if _SEED.fullmatch(folder.name)]
     return sorted(runs, key=lambda run: (run.name, run.seed, run.folder))
 
