@@ -490,12 +490,15 @@ def test_every_flipped_byte_is_harmless_or_found(run):
 
 
 def test_both_checkpoints_damaged(run):
+    assert not run.has_checkpoint()
     run.save(state(0))
     run.save(state(1))
+    assert run.has_checkpoint()
     for name in ("checkpoint.pt", "checkpoint.previous.pt"):
         (run.folder / name).write_bytes(b"damaged")
     with pytest.raises(InputError, match=r"checkpoint\.pt is damaged.*checkpoint\.previous\.pt is"):
         run.load()
+    assert not run.has_checkpoint()
 
 
 def test_metrics(run):
@@ -777,6 +780,7 @@ def test_a_short_copy_is_damaged(finished, tmp_path):
         {"name": "../../evil"},
         {"name": "/evil"},
         {"name": ".."},
+        {"name": "\n"},
         {"name": "digits-resnet8-ce"},
         {"seed": 4},
         {"seed": True},

@@ -426,6 +426,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(options: Options) -> None:
     assert all(value.isfinite().all() for value in state["network"].values())
 
 
+def test_no_checkpoint_is_promised_that_was_not_written(options: Options) -> None:
+    """The first checkpoint is due after a while, later than the first epoch."""
+    recipe = replace(RECIPE, lambda_0=1e38, ramp="epoch")
+    with pytest.raises(RunError, match=r"epoch 2: .*; there is no checkpoint$"):
+        train([Plan("wild", recipe, 0)], replace(options, checkpoint_seconds=600))
+
+
 @pytest.mark.parametrize("method", ["ce", "isda"])
 def test_a_learning_rate_that_is_too_large_is_named(method: str, options: Options) -> None:
     recipe = replace(RECIPE, learning_rate=1e12)

@@ -332,7 +332,8 @@ def _require_folder(folder: Path, name: str, seed: int) -> None:
     place = Path(os.path.abspath(folder))
     if (place.parent.name, place.name) != (name, str(seed)):
         raise InputError(
-            f"it is the record of {name}/{seed}, but its folder is {place.parent.name}/{place.name}"
+            f"it is the record of {f'{name}/{seed}'!r}, but its folder is "
+            f"{f'{place.parent.name}/{place.name}'!r}"
         )
 
 

@@ -231,10 +231,13 @@ def _require_finite(lane: Lane, run: RunFolder | None, result: list[float]) -> N
 def _stopped(lane: Lane, run: RunFolder | None, reason: str) -> RunError:
     where = f"seed {lane.seed}" if run is None else str(run.folder)
     rate = lane.recipe.learning_rate_at(lane.epoch)
-    saved = "the last checkpoint is intact" if lane.epoch else "there is no checkpoint"
+    saved = ""
+    if run is not None:
+        intact = run.has_checkpoint()
+        saved = "; the last checkpoint is intact" if intact else "; there is no checkpoint"
     return RunError(
         f"{where}, epoch {lane.epoch + 1}: {reason} (learning rate {rate:g}, lambda_0 "
-        f"{lane.recipe.lambda_0:g}); {saved}"
+        f"{lane.recipe.lambda_0:g}){saved}"
     )
 
 

@@ -184,6 +184,13 @@ class RunFolder(Run):
             raise InputError("; ".join(damage) + "; there is no other checkpoint to resume from")
         return None
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint that can be read and is of this run; reads it."""
+        with warnings.catch_warnings(), contextlib.suppress(InputError):
+            warnings.simplefilter("ignore")
+            return RunFolder(self.folder).load() is not None
+        return False
+
     def _require_own(self, path: Path, state: dict[str, Any]) -> None:
         """Raise ValueError for a damaged checkpoint, InputError for that of another run."""
         missing = [key for key in ("recipe", "seed", "epoch") if key not in state]
@@ -231,9 +238,9 @@ def locked(out: Path | str, name: str, seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            if [path.name for path in folder.iterdir()] == ["lock"]:
-                (folder / "lock").unlink()
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                if [path.name for path in folder.iterdir()] == ["lock"]:
+                    (folder / "lock").unlink()
                     folder.rmdir()
                     folder.parent.rmdir()
 
@@ -241,7 +248,7 @@ def locked(out: Path | str, name: str, seed: int) -> Iterator[None]:
 def _lock_file(folder: Path) -> IO[str]:
     """The lock file of a folder, open and locked."""
     path = folder / "lock"
-    while True:
+    for _ in range(100):
         with writing(path, keep=()):
             folder.mkdir(parents=True, exist_ok=True)
             file = open(path, "a")  # noqa: SIM115 - returned
@@ -257,6 +264,7 @@ def _lock_file(folder: Path) -> IO[str]:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         file.close()  # deleted before it was locked
+    raise InputError(f"cannot lock {path}: other processes delete it")
 
 
 def require_free(folders: Iterable[Path]) -> None:
