@@ -3,11 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint format docs clean
+SEED ?= $(shell date +%s)
+SCALE ?= 20
+
+.PHONY: help demo test chaos lint format docs clean
 
 help:
 	@echo "make demo    train CE and ISDA on the bundled digits and compare them"
 	@echo "make test    ruff, mypy and the whole test suite"
+	@echo "make chaos   damage files and kill processes at random; SEED and SCALE repeat or lengthen it"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make format  let ruff format the sources"
 	@echo "make docs    build the documentation into site/"
@@ -29,6 +33,9 @@ lint: $(VENV)/installed
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/test_kernels.py
+
+chaos: $(VENV)/installed
+	ISDA_CHAOS_SEED=$(SEED) ISDA_CHAOS_SCALE=$(SCALE) $(BIN)/python -m pytest -q -s tests/chaos
 
 format: $(VENV)/installed
 	$(BIN)/ruff format .

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import os
 import re
 import shutil
 from functools import partial
@@ -19,6 +20,7 @@ from isda.experiments.published import COST
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.records import Run, load_runs
 from isda.experiments.report.comparison import comparison, comparison_table, create_side, sentence
+from isda.experiments.report.curves import Line, curves
 from isda.experiments.report.intervals import difference, signed
 from isda.experiments.report.overview import report_markdown
 from isda.experiments.report.pages import write_comparison_page, write_report_page
@@ -46,6 +48,7 @@ def make_run(
     begun = get_recipe(start or name.partition("+")[0])
     recipe: Recipe = dataclasses.replace(begun, **changes)
     run = RunFolder.create(out, name, recipe, seed)
+    (run.folder / "lock").touch()  # as in training
     noise = np.random.default_rng(seed)
     for epoch in range(recipe.epochs if epochs is None else epochs):
         late = epoch >= recipe.epochs - 10
@@ -55,7 +58,7 @@ def make_run(
                 "learning_rate": recipe.learning_rate_at(epoch),
                 "strength": recipe.lambda_0 * recipe.progress_at(epoch),
                 "train_loss": 2.0 / (epoch + 1),
-                "test_error": error + noise.normal(0, 0.1) if late else 90.0 - epoch,
+                "test_error": error + noise.normal(0, 0.1) if late else 90.0 - epoch / 4,
                 "test_loss": 0.5 + 0.01 * seed,
                 "test_ece": 0.03 + 0.001 * seed,
                 "seconds": 1.5,
@@ -72,6 +75,11 @@ def raw_errors(out: Path, name: str) -> dict[int, float]:
         records = [json.loads(text) for text in path.read_text().splitlines()]
         errors[int(path.parent.name)] = float(np.mean([r["test_error"] for r in records[-10:]]))
     return errors
+
+
+def strip_checks(path: Path) -> None:
+    """Metrics as earlier versions wrote them."""
+    path.write_text(re.sub(', "check": "[0-9a-f]{16}"', "", path.read_text()))
 
 
 @pytest.fixture
@@ -214,9 +222,10 @@ def test_runs_that_must_not_be_mixed(out, tmp_path):
 
 
 def test_copies_of_a_run_count_once(out, tmp_path):
-    """Copies, such as exported records, may differ in their times."""
+    """Copies, such as exported records, may differ in their times; one with checksums counts."""
     shutil.copytree(out, tmp_path / "copy")
     path = tmp_path / "copy" / ISDA / "0" / "metrics.jsonl"
+    strip_checks(path)
     path.write_text(path.read_text().replace('"seconds": 1.5', '"seconds": 2.5'))
     both = load_runs(tmp_path)
     assert len(both) == 2 * len(load_runs(out))
@@ -246,6 +255,28 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
     with pytest.raises(InputError, match=r"have the same name and seed"):
         main(["--runs", str(out), "--export", str(tmp_path / "kept")])
     assert not (tmp_path / "kept").exists()
+
+
+def test_damaged_records_are_left_out_and_named(out, tmp_path, capsys):
+    """Others are still reported; a Markdown file is not updated with fewer seeds."""
+    kept = report_markdown(load_runs(out)).partition("## In words")[0]
+    make_run(out, ISDA, 7, 30.0)
+    make_run(out, ISDA, 8, 30.0)
+    (out / ISDA / "7" / "config.json").write_text("[" * 100_000)
+    path = out / ISDA / "8" / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"epoch": 5', '"epoch": 1'))
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- runs:digits -->\n<!-- /runs -->\n")
+    for command in (["report", "--runs"], ["table", "2", "--results"], ["list", "--results"]):
+        run_command(command[0], [*command[1:], str(out)])
+        text = capsys.readouterr().out
+        assert f"Left out: {out}/{ISDA}/7/config.json is not a run record" in text
+        assert f"Left out: {out}/{ISDA}/8/metrics.jsonl is damaged: line 6" in text
+        assert command[0] != "report" or text.startswith(kept)
+    assert "nfinished" not in report_markdown(load_runs(out))
+    with pytest.raises(InputError, match=r"7/config.json is not .*; .*8/metrics.jsonl"):
+        main(["--runs", str(out), "--update", str(readme)])
+    assert readme.read_text().count("\n") == 2
 
 
 def test_page_into_a_folder(tmp_path, monkeypatch):
@@ -358,23 +389,18 @@ def test_curves_are_means_over_seeds(tmp_path):
     assert (np.diff(lines[0][:, 1]) < 0).all()  # the y axis of SVG points down
 
 
-def test_page_of_a_diverged_run(tmp_path):
-    for name in (CE, ISDA):
-        run = RunFolder.create(tmp_path, name, get_recipe(name), 0)
-        for epoch in range(get_recipe(name).epochs):
-            run.append(
-                {
-                    "epoch": epoch,
-                    "test_error": 90.0,
-                    "train_loss": float("nan"),
-                    "test_loss": float("nan"),
-                    "seconds": 1.0,
-                }
-            )
-    write_comparison_page(tmp_path / "page.html", comparison(load_runs(tmp_path), CE, ISDA))
-    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    assert ["test error, %", "90.00", "90.00", "+0.00"] in page.rows
-    assert ["NLL", "nan", "nan", "+nan"] in page.rows
+def test_records_without_checksums_are_unverified(out, tmp_path):
+    text = report_markdown(load_runs(out))
+    assert "unverified" not in text
+    strip_checks(out / ISDA / "1" / "metrics.jsonl")
+    again = report_markdown(load_runs(out))
+    assert "Finished runs without checksums (unverified): 1." in again
+    assert "3 unverified |" in again
+    assert expected_numbers(out)[-1] in again
+    path = tmp_path / "page.html"
+    write_comparison_page(path, comparison(load_runs(out), CE, ISDA))
+    seeds = [row[0] for row in Page(path.read_text(encoding="utf-8")).rows]
+    assert {"0", "1 (unverified)", "2"} <= {*seeds}
 
 
 def test_names_are_escaped(tmp_path):
@@ -385,6 +411,42 @@ def test_names_are_escaped(tmp_path):
     path = tmp_path / "page.html"
     write_comparison_page(path, comparison(load_runs(tmp_path), "<b>-x-ce", "<b>-x-isda"))
     assert not {"b", "i"} & set(Page(path.read_text(encoding="utf-8")).tags)
+
+
+STRANGE = ("<b>|_x_*y*`z`$^$", os.fsdecode(b"a\xff\xfe"), "new\nline[link](x)", "a_b-$_{$")
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_strange_names_in_markdown_and_plots(tmp_path, strange):
+    """Bytes that are not UTF-8, mathematics, Markdown and line ends; also in the path."""
+    names = [f"{strange}-{method}{strange}" for method in ("ce", "isda")]
+    for name, start in zip(names, (CE, ISDA), strict=True):
+        for seed in range(2):
+            make_run(tmp_path / strange, name, seed, 9.0, start=start, epochs=None)
+    runs = load_runs(tmp_path)
+    path = tmp_path / strange / "page.html"
+    write_comparison_page(path, comparison(runs, *names))
+    write_report_page(path, runs)
+    assert not {"b", "i"} & set(Page(path.read_text(encoding="utf-8")).tags)
+    text = report_markdown(runs)
+    text.encode()
+    readme = tmp_path / strange / "README.md"
+    readme.write_text("<!-- runs:all -->\n<!-- /runs -->\n")
+    assert update_markdown(readme, runs)
+    for part in (text, readme.read_text(encoding="utf-8")):
+        # outside of code, no mark is left without a backslash
+        plain = re.sub(r"``? .*? ``?|`[^`]*`", "", part)
+        plain = re.sub(r"^\| | \| | \|$|<!--.*-->|^#+ |^\* ", "", plain, flags=re.MULTILINE)
+        assert not re.search(r"(?<!\\)[`*\[\]<>|$]", plain)
+        widths = {line.count(" | ") for line in part.split("Beyond")[-1].splitlines()
+                  if line.startswith("|")}  # fmt: skip
+        assert len(widths) == 1
+
+
+def test_labels_are_not_mathematics(out):
+    runs = [run for run in load_runs(out) if run.name == CE]
+    svg = curves([Line(r"$\foo$ & $", runs, "#000000")], "test_error", "error")
+    assert r"$\foo$ &amp; $" in svg
 
 
 def test_recipes_table(out, tmp_path):
@@ -418,6 +480,23 @@ def test_update_markdown(out, tmp_path):
     assert update_markdown(path, runs)
     assert path.read_text() == frame.format("digits", table, "all", table)
     assert not update_markdown(path, runs)
+    path.write_text(frame.format("digits", "", "all", ""))
+    path.chmod(0o640)
+    mine, link = tmp_path / "README.md.new", tmp_path / "docs" / "link.md"
+    mine.write_text("mine")
+    link.parent.mkdir()
+    link.symlink_to("../README.md")
+    assert update_markdown(link, runs)
+    assert link.is_symlink()
+    assert path.read_text() == frame.format("digits", table, "all", table)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert mine.read_text() == "mine"
+    assert {one.name for one in tmp_path.iterdir()} == {
+        "README.md",
+        "README.md.new",
+        "docs",
+        "runs",
+    }
     path.write_text("<!-- runs:cifar10 -->\n<!-- /runs -->\n")
     with pytest.raises(InputError, match="cifar10"):
         update_markdown(path, runs)

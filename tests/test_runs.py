@@ -3,9 +3,14 @@
 import builtins
 import dataclasses
 import errno
+import hashlib
+import itertools
 import json
+import multiprocessing
 import os
+import re
 import resource
+import shutil
 import warnings
 
 import numpy as np
@@ -45,7 +50,7 @@ def state(number: int) -> dict:
 
 
 def line(epoch: int, **more) -> dict:
-    return {"epoch": epoch, "test_error": 10.0 - epoch, "seconds": 2.0, **more}
+    return {"epoch": epoch, "test_error": 20.0 - epoch, "seconds": 2.0, **more}
 
 
 def same(one: dict | None, other: dict) -> bool:
@@ -97,6 +102,117 @@ def test_line_that_is_not_json(run):
         summary(run)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test_error": -5.57}, "has test_error -5.57, which must be from 0 to 100"),
+        ({"test_error": 500}, "has test_error 500, which must be from 0 to 100"),
+        ({"test_error": True}, "is not the record of epoch 1"),
+        ({"test_error": 10**400}, "is not the record of epoch 1"),
+        ({"test_top5_error": 101.0}, "has test_top5_error 101.0"),
+        ({"test_ece": 1.5}, "has test_ece 1.5, which must be from 0 to 1"),
+        ({"train_loss": -1.0}, "has train_loss -1.0, which must be >= 0"),
+        ({"test_loss": float("inf")}, "is not the record of epoch 1"),
+        ({"epoch": 1.0}, "is not the record of epoch 1"),
+        ({"epoch": True}, "is not the record of epoch 1"),
+        ({"side_by_side": 1.5}, "has side_by_side 1.5, which must be an integer"),
+    ],
+)
+def test_values_out_of_range_are_refused(run, change, message):
+    """In reading and in writing."""
+    with pytest.raises(RunError, match="the next line of the metrics "):
+        run.append(line(0) | change | {"epoch": change.get("epoch", 0)})
+    path = run.folder / "metrics.jsonl"
+    assert not path.exists()
+    path.write_text("".join(json.dumps(one) + "\n" for one in (line(0), line(1) | change)))
+    with pytest.raises(InputError, match=f"metrics.jsonl is damaged: line 2 {message}") as caught:
+        summary(run)
+    assert len(str(caught.value)) < 600
+
+
+def test_nested_metrics_are_refused(run):
+    text = json.dumps(line(0))[:-1] + ', "deep": ' + "[" * 100_000 + "]" * 100_000 + "}\n"
+    (run.folder / "metrics.jsonl").write_text(text)
+    with pytest.raises(InputError, match="damaged: line 1 is not the record of epoch 0"):
+        run.metrics()
+
+
+@pytest.mark.parametrize(
+    "change", [{"epochs": 10**400}, {"epochs": True}, {"epochs": 12.0}, {"network": 5},
+               {"augment": "crop"}, {"milestones": [1, 2.5]}, {"learning_rate": float("nan")}],
+)  # fmt: skip
+def test_recipe_with_values_of_a_wrong_type(run, change):
+    path = run.folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "recipe": config["recipe"] | change}))
+    with pytest.raises(
+        InputError, match=rf"not a run record: .*{next(iter(change))} of the recipe"
+    ):
+        RunFolder(run.folder)
+
+
+def test_every_flipped_bit_of_the_last_ten_epochs_is_found(finished):
+    """None changes a result: the record is refused, or it lacks its last line."""
+    assert finished.verified
+    path, expected = finished.folder / "metrics.jsonl", finished.metrics()
+    content = path.read_bytes()
+    first = len(b"".join(content.splitlines(keepends=True)[:2]))
+    for where in range(first, len(content)):
+        for bit in range(8):
+            flipped = bytearray(content)
+            flipped[where] ^= 1 << bit
+            path.write_bytes(flipped)
+            with pytest.raises(InputError, match=r"metrics\.jsonl is damaged: line \d+ "):
+                RunFolder(finished.folder).metrics()
+    path.write_bytes(content)
+    assert RunFolder(finished.folder).metrics() == expected
+
+
+def test_checksum_covers_recipe_and_order(finished, tmp_path):
+    path = finished.folder / "config.json"
+    text = path.read_text()
+    path.write_text(text.replace('"lambda_0": 0.5', '"lambda_0": 0.7'))
+    with pytest.raises(InputError, match="line 1 does not match its checksum"):
+        RunFolder(finished.folder).metrics()
+    path.write_text(text)
+    path = finished.folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    other = RunFolder.create(tmp_path / "other", finished.name, RECIPE, 3)
+    for epoch in range(12):
+        other.append(line(epoch, test_error=5.0))
+    strange = (other.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:11], strange[11]]))
+    with pytest.raises(InputError, match="line 12 does not match its checksum"):
+        RunFolder(finished.folder).metrics()
+
+
+def test_checksum_by_hand(finished):
+    """The checksum is that of the documented bytes."""
+    config = json.loads((finished.folder / "config.json").read_text())
+    begin = json.dumps([config["name"], config["seed"], config["recipe"]], sort_keys=True)
+    content = (finished.folder / "metrics.jsonl").read_text()
+    last = content.rindex(', "check": ')
+    digest = hashlib.sha256((begin + content[:last]).encode()).hexdigest()
+    assert json.loads(content.splitlines()[-1])["check"] == digest[:16]
+
+
+def test_a_run_without_checksums_goes_on(finished):
+    """Lines of an earlier version stay as they are; later checksums cover them."""
+    path = finished.folder / "metrics.jsonl"
+    content = "".join(json.dumps(line(epoch)) + "\n" for epoch in range(3))
+    path.write_text(content)
+    run = RunFolder(finished.folder)
+    assert not run.verified
+    run.rewind(2)
+    for epoch in range(2, 5):
+        run.append(line(epoch))
+    assert run.metrics() == [line(epoch) for epoch in range(5)]
+    assert not run.verified
+    path.write_text(path.read_text().replace("20.0", "10.0"))
+    with pytest.raises(InputError, match="line 3 does not match its checksum"):
+        RunFolder(finished.folder).metrics()
+
+
 def test_metrics_that_cannot_be_read(run):
     (run.folder / "metrics.jsonl").mkdir()
     with pytest.raises(InputError, match=r"cannot read .*metrics.jsonl: Is a directory"):
@@ -146,6 +262,122 @@ def test_another_environment_is_recorded(run, tmp_path, monkeypatch):
 def test_name_must_be_a_folder_name(tmp_path, name):
     with pytest.raises(InputError, match="folder name"):
         RunFolder.create(tmp_path, name, RECIPE, 0)
+
+
+def take_lock(out, held, release):
+    with run_folder.locked(out, "name", 0):
+        held.set()
+        release.wait(60)
+
+
+def test_a_lock_that_is_released_is_not_held_twice(tmp_path, monkeypatch):
+    """A process opens the lock file, another one deletes it with the folder, a third one locks."""
+    context = multiprocessing.get_context("fork")
+    held, release = context.Event(), context.Event()
+    third = context.Process(target=take_lock, args=(tmp_path, held, release))
+    real = run_folder.fcntl.lockf
+    first = run_folder.locked(tmp_path, "name", 0)
+    first.__enter__()
+
+    def late(file, mode):
+        monkeypatch.setattr(run_folder.fcntl, "lockf", real)
+        first.__exit__(None, None, None)  # nothing was written: removes folder and lock
+        assert not (tmp_path / "name").exists()
+        third.start()
+        assert held.wait(30)
+        real(file, mode)  # of the deleted file, which nobody else holds
+
+    monkeypatch.setattr(run_folder.fcntl, "lockf", late)
+    try:
+        with (
+            pytest.raises(InputError, match="name/0 is being trained by another process"),
+            run_folder.locked(tmp_path, "name", 0),
+        ):
+            pass
+    finally:
+        release.set()
+        third.join(30)
+    assert third.exitcode == 0
+    with run_folder.locked(tmp_path, "name", 0):
+        RunFolder.create(tmp_path, "name", RECIPE, 0)
+    assert (tmp_path / "name" / "0" / "lock").exists()  # stays with the run
+
+
+def test_lock_removes_what_a_killed_process_left(run, tmp_path, monkeypatch):
+    run.append(line(0))
+
+    def crash(*_):
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(Crash):
+            run.rewind(0)
+    assert list(run.folder.glob(".*.new"))
+    with run_folder.locked(tmp_path, run.name, 3):
+        assert sorted(path.name for path in run.folder.iterdir()) == [
+            "config.json", "lock", "metrics.jsonl",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("file", ["checkpoint.pt", "checkpoint.previous.pt", "metrics.jsonl"])
+def test_files_without_a_config_are_refused(run, tmp_path, resume, file):
+    (run.folder / "config.json").unlink()
+    (run.folder / file).write_bytes(b"of an earlier run")
+    with pytest.raises(InputError, match=f"has {file} but no config.json: restore config.json"):
+        RunFolder.create(tmp_path, run.name, RECIPE, 3, resume=resume)
+    assert [path.name for path in run.folder.iterdir()] == [file]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"epoch": 10**9}, "epoch must be from 0 to 12, got 1000000000"),
+        ({"epoch": -1}, "epoch must be from 0 to 12, got -1"),
+        ({"epoch": "3"}, "epoch must be from 0 to 12, got '3'"),
+        ({"epoch": True}, "epoch must be from 0 to 12, got True"),
+        ({"epoch": None}, "epoch must be from 0 to 12, got None"),
+        ({"recipe": {"epochs": "12"}}, "epochs of the recipe is '12'"),
+        ({"recipe": [1]}, r"recipe \[1\]"),
+        ("seed", "it does not name its seed"),
+        ("recipe", "it does not name its recipe"),
+        ("epoch", "it does not name its epoch"),
+    ],
+)
+def test_a_checkpoint_with_damaged_fields_is_not_used(run, change, message):
+    run.save(state(0))
+    run.save(state(1))
+    path = run.folder / "checkpoint.pt"
+    content = torch.load(path, weights_only=True)
+    if isinstance(change, str):
+        del content[change]
+    else:
+        content |= change
+    torch.save(content, path)
+    used = []
+    with pytest.warns(
+        UserWarning, match=rf"damaged \({message}.*resuming from checkpoint.previous"
+    ):
+        assert same(run.load(used.append), state(0))
+    assert [one["epoch"] for one in used] == [0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "seed", "message"),
+    [
+        (RECIPE, 4, "seed 4 → 3"),
+        (dataclasses.replace(RECIPE, lambda_0=0.25), 3, "lambda_0 0.25 → 0.5"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(run, tmp_path, recipe, seed, message):
+    other = RunFolder.create(tmp_path / "other", run.name, recipe, seed)
+    other.save(state(2))
+    shutil.copyfile(other.folder / "checkpoint.pt", run.folder / "checkpoint.pt")
+    used = []
+    with pytest.raises(InputError, match=rf"the checkpoint of another run \({message}\): restore"):
+        run.load(used.append)
+    assert not used
 
 
 def test_checkpoint_round_trip(run):
@@ -258,12 +490,15 @@ def test_every_flipped_byte_is_harmless_or_found(run):
 
 
 def test_both_checkpoints_damaged(run):
+    assert not run.has_checkpoint()
     run.save(state(0))
     run.save(state(1))
+    assert run.has_checkpoint()
     for name in ("checkpoint.pt", "checkpoint.previous.pt"):
         (run.folder / name).write_bytes(b"damaged")
     with pytest.raises(InputError, match=r"checkpoint\.pt is damaged.*checkpoint\.previous\.pt is"):
         run.load()
+    assert not run.has_checkpoint()
 
 
 def test_metrics(run):
@@ -327,6 +562,45 @@ def test_full_disk_keeps_the_last_checkpoint(run, monkeypatch):
     assert run.metrics() == run_metrics == []
     assert [path.name for path in run.folder.glob("checkpoint*")] == ["checkpoint.pt"]
     assert same(run.load(), state(0))
+
+
+def test_intact_is_said_only_after_a_look(run, monkeypatch):
+    """A file that could not be restored is not called intact, nor is one that did not exist."""
+    real = builtins.open
+
+    class Disk:
+        def __init__(self, *arguments, **options):
+            self.file = real(*arguments, **options)
+
+        def write(self, data):
+            self.file.write(data[:5])
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def truncate(self, end):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+    def failing() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "open", Disk)
+            with pytest.raises(RunError) as caught:
+                run.append(line(len(run.metrics())))
+        return str(caught.value)
+
+    assert failing().endswith("metrics.jsonl: Input/output error")
+    run.rewind(0)
+    run.append(line(0))
+    assert failing().endswith("Input/output error; the file may be incomplete")
+    run.rewind(1)
+    assert run.metrics() == [line(0)]
 
 
 def test_write_that_fails_inside_torch(run):
@@ -423,6 +697,111 @@ def test_export_and_load_runs(run, tmp_path):
     assert found[-1].metrics() == run.metrics()
     with pytest.raises(InputError, match="nowhere"):
         load_runs(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def finished(run):
+    for epoch in range(12):
+        run.append(line(epoch))
+    return run
+
+
+def contents(folder) -> dict:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_export_keeps_a_different_record(finished, tmp_path):
+    """The same record again changes nothing; a different one is refused, as is a part of one."""
+    kept = tmp_path / "kept"
+    folder = export(finished, kept)
+    before = contents(kept)
+    assert export(finished, kept) == folder
+    other = RunFolder.create(tmp_path / "other", finished.name, RECIPE, 3)
+    for epoch in range(12):
+        other.append(line(epoch, test_error=1.0))
+    with pytest.raises(InputError, match=r"kept/.* holds a different or damaged record"):
+        export(other, kept)
+    assert contents(kept) == before
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match=r"holds a different or damaged record .*: move it away"):
+        export(finished, kept)
+
+
+@pytest.mark.parametrize("failure", ["fsync", "rename"])
+@pytest.mark.parametrize("error", [Crash(), OSError(errno.ENOSPC, "No space left on device")])
+def test_export_is_complete_or_absent(finished, tmp_path, monkeypatch, failure, error):
+    """After a crash or with a full disk, at every point of the copy."""
+    for number in range(4 if failure == "fsync" else 1):
+        kept = tmp_path / f"kept{number}"
+        real, calls = getattr(os, failure), itertools.count()
+
+        def fail(*arguments, real=real, calls=calls, number=number):
+            if next(calls) == number:
+                raise error
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, failure, fail)
+            with pytest.raises((Crash, RunError)):
+                export(finished, kept)
+        assert not load_runs(kept) or summary(load_runs(kept)[0]).finished
+        if isinstance(error, OSError):
+            assert not list(kept.rglob("*.new"))
+        export(finished, kept)
+        (run,) = load_runs(kept)
+        assert summary(run) == summary(finished)
+
+
+def test_a_short_copy_is_damaged(finished, tmp_path):
+    """A run in training has a lock or a checkpoint; a copy of a finished run has neither."""
+    folder = export(finished, tmp_path / "kept")
+    path = folder / "metrics.jsonl"
+    content = path.read_bytes()
+    config = (folder / "config.json").read_bytes()
+    (folder / "config.json").unlink()
+    assert (
+        "config.json is not a run record: it is missing" in load_runs(tmp_path / "kept")[0].damage
+    )
+    (folder / "config.json").write_bytes(config)
+    for rest in (content[:-1], content[:-40], b"", None):
+        path.unlink() if rest is None else path.write_bytes(rest)
+        (run,) = load_runs(tmp_path / "kept")
+        assert re.search(r"kept/.*/3 is damaged: it has (0|11) of 12 epochs", run.damage)
+        assert not summary(run).finished
+        with pytest.raises(InputError, match="is damaged"):
+            export(run, tmp_path / "again")
+    (folder / "lock").touch()
+    assert load_runs(tmp_path / "kept")[0].damage is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "../../evil"},
+        {"name": "/evil"},
+        {"name": ".."},
+        {"name": "\n"},
+        {"name": "digits-resnet8-ce"},
+        {"seed": 4},
+        {"seed": True},
+    ],
+)
+def test_a_record_of_another_folder_is_refused(finished, tmp_path, change):
+    path = finished.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match=r"config.json is not a run record: ") as caught:
+        RunFolder(finished.folder)
+    assert "\n" not in str(caught.value)
+    (run,) = load_runs(tmp_path)
+    with pytest.raises(InputError, match="not a run record"):
+        export(run, tmp_path / "kept" / "deep")
+    assert not (tmp_path / "kept").exists()
+
+
+def test_folder_relative_to_the_current_one(finished, monkeypatch):
+    monkeypatch.chdir(finished.folder)
+    assert RunFolder(".").seed == 3
+    assert len(RunFolder("../3").metrics()) == 12
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class Trainer:
             for epoch in range(plan.recipe.epochs):
                 # far off before the last 10 epochs, close to the error in them
                 last = epoch - plan.recipe.epochs + 10
-                offset = 50.0 if last < 0 else (-1) ** last
+                offset = 50.0 if last < 0 else 0.01 * (-1) ** last
                 run.append(
                     {"epoch": epoch, "test_error": self.error(plan.recipe, plan.seed) + offset}
                 )

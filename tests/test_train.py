@@ -286,7 +286,7 @@ def test_a_checkpoint_of_another_kind_is_damaged_too(
 
 
 def hold(folder: Path, ready: Any) -> None:
-    with RunFolder(folder).lock():
+    with run_folder.locked(folder.parent.parent, folder.parent.name, int(folder.name)):
         ready.set()
         time.sleep(60)
 
@@ -298,13 +298,17 @@ def test_a_run_that_another_process_trains(options: Options, uninterrupted: list
     ready = multiprocessing.get_context("spawn").Event()  # that any process can take
     process = start(hold, folder, ready)
     assert ready.wait(30)
-    with pytest.raises(InputError, match="one/0 is being trained by another process"):
-        train(PLANS[:1], replace(options, resume=True))
+    everything = sorted(options.out.rglob("*"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder, "environment", lambda device: {"commit": "another"})
+        for plans in (PLANS[:1], PLANS[::-1]):  # of the second, only the later run is locked
+            with pytest.raises(InputError, match="one/0 is being trained by another process"):
+                train(plans, replace(options, resume=True))
     process.kill()
     process.join()
     assert {path: path.read_bytes() for path in files} == files
+    assert sorted(options.out.rglob("*")) == everything
     assert_same_runs(train(PLANS[:1], replace(options, resume=True)), uninterrupted[:1])
-    assert not (folder / "lock").exists()
 
 
 def test_resume_of_a_finished_run_changes_nothing(
@@ -420,6 +424,13 @@ def test_a_loss_that_is_not_finite_ends_the_run(options: Options) -> None:
     assert state is not None
     assert state["epoch"] == 1
     assert all(value.isfinite().all() for value in state["network"].values())
+
+
+def test_no_checkpoint_is_promised_that_was_not_written(options: Options) -> None:
+    """The first checkpoint is due after a while, later than the first epoch."""
+    recipe = replace(RECIPE, lambda_0=1e38, ramp="epoch")
+    with pytest.raises(RunError, match=r"epoch 2: .*; there is no checkpoint$"):
+        train([Plan("wild", recipe, 0)], replace(options, checkpoint_seconds=600))
 
 
 @pytest.mark.parametrize("method", ["ce", "isda"])

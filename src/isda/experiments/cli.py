@@ -196,7 +196,7 @@ def _report(words: list[str]) -> None:
             print(export(one, given.export))
     print(report_markdown(runs, costs))
     for path in given.update:
-        print(f"{path}: {'updated' if update_markdown(path, finished) else 'up to date'}")
+        print(f"{path}: {'updated' if update_markdown(path, runs) else 'up to date'}")
     if given.page is not None:
         from isda.experiments.report.pages import write_report_page  # imports matplotlib
 

@@ -12,7 +12,7 @@ class InputError(ValueError):
 
 
 class RunError(InputError):
-    """A run that cannot continue or cannot be written; earlier files are intact."""
+    """A run that cannot continue, or a file that cannot be written."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:

@@ -2,45 +2,90 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from isda.experiments.errors import InputError, RunError
 
-__all__ = ["sync_folder", "write_text", "writing"]
+__all__ = ["sync_folder", "write_bytes", "write_folder", "write_text", "writing"]
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file to a temporary name and rename it into place."""
+    """Write a small text file; see :func:`write_bytes`.
+
+    Bytes of a path that are not UTF-8 are written as escape sequences.
+    """
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a small file to a new temporary name and rename it into place.
+
+    A symbolic link stays: the file that it points to is replaced. The file keeps its permissions.
+    """
     if path.is_dir():
         raise InputError(f"{path} is a folder: give the path of a file")
-    new = path.with_name(path.name + ".new")
-    with writing(new, undo=True):
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-        sync_folder(path.parent)
+    target = Path(os.path.realpath(path))
+    new = _beside(target)
+    with writing(path, temporary=new):
+        _write_new(new, content)
+        with contextlib.suppress(FileNotFoundError):
+            new.chmod(stat.S_IMODE(target.stat().st_mode))
+        os.replace(new, target)
+        sync_folder(target.parent)
+
+
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a new folder of small files under a temporary name and rename it into place.
+
+    Args:
+        folder: folder to create; it must not exist, or be empty.
+        files: contents by file name.
+    """
+    new = _beside(folder)
+    with writing(folder, temporary=new, keep=()):
+        new.mkdir(parents=True)
+        for name, content in files.items():
+            _write_new(new / name, content)
+        sync_folder(new)
+        os.rename(new, folder)  # fails if the folder holds files
+        sync_folder(folder.parent)
 
 
 @contextlib.contextmanager
-def writing(path: Path, *, undo: bool = False) -> Iterator[None]:
-    """Turn a failed write into a RunError; with ``undo``, delete the partly written ``path``."""
+def writing(
+    path: Path, *, temporary: Path | None = None, keep: Sequence[Path] | None = None
+) -> Iterator[None]:
+    """Turn a failed write into a RunError, which says whether the earlier file is intact.
+
+    Args:
+        path: file or folder that is written.
+        temporary: file or folder to delete after a failure.
+        keep: files of which the first that exists must survive a failure under one of these
+            names; by default ``path``.
+    """
+    keep = (path,) if keep is None else keep
+    before = next(filter(None, map(_identity, keep)), None)
     try:
         yield
     except (OSError, RuntimeError) as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__context__  # torch.save hides the OSError of a full disk
-        if undo:
+        if temporary is not None:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+                temporary.unlink()
+            shutil.rmtree(temporary, ignore_errors=True)
         if cause is None:
             raise
-        raise RunError(
-            f"cannot write {path}: {cause.strerror or cause}; earlier files are intact"
-        ) from error
+        message = f"cannot write {path}: {cause.strerror or cause}"
+        if before is not None:
+            intact = before in map(_identity, keep)
+            message += "; earlier files are intact" if intact else "; the file may be incomplete"
+        raise RunError(message) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -50,3 +95,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _beside(path: Path) -> Path:
+    """An unused temporary name in the same folder."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Write a file that must not exist, and flush it to disk."""
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Number and size of a file; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_size) if stat.S_ISREG(found.st_mode) else None

@@ -1,28 +1,39 @@
 """Run records: ``<recipe>/<seed>/config.json`` and ``metrics.jsonl``, and the result of a run.
 
+Every line of metrics.jsonl ends in a field ``check``: the first 16 hexadecimal digits of the
+SHA-256 of name, seed and recipe, of all lines before it, and of the line itself up to that field.
+Records without it, which earlier versions wrote, are read as unverified.
+
 Reading records needs neither torch nor the training code;
 :mod:`isda.experiments.training.run_folder` writes them.
 """
 
 import contextlib
+import hashlib
 import json
 import math
-import shutil
+import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import writing
+from isda.experiments.files import write_folder
 from isda.experiments.settings import Recipe
 
 __all__ = [
     "LAST_EPOCHS",
+    "DamagedRun",
     "Run",
     "Summary",
     "default_folder",
     "export",
     "load_runs",
+    "read_recipe",
+    "require_metrics",
+    "require_name",
+    "sealed",
     "summary",
 ]
 
@@ -34,30 +45,58 @@ class Run:
     """The record of one run: a recipe trained with a seed.
 
     Args:
-        folder: folder that holds config.json.
+        folder: folder that holds config.json; its path ends in the name and the seed of the run.
+
+    Raises:
+        InputError: config.json is damaged or belongs to another folder.
     """
+
+    damage: str | None = None
+    """Why the record cannot be used; see :class:`DamagedRun`."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         path = self.folder / "config.json"
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-            self.name: str = config["name"]
-            self.seed: int = config["seed"]
-            self.recipe = Recipe.from_dict(config["recipe"])
-            self.environments: list[dict[str, Any]] = config["environments"]
-            if not (isinstance(self.name, str) and isinstance(self.seed, int)):
+            if not path.is_file():
+                raise InputError("it is missing or not a file")
+            self._config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self.name: str = self._config["name"]
+            self.seed: int = self._config["seed"]
+            if not isinstance(self.name, str) or type(self.seed) is not int:
                 raise TypeError(f"name {self.name!r}, seed {self.seed!r}")
-            if not self.environments or not all(isinstance(e, dict) for e in self.environments):
+            _require_folder(self.folder, self.name, self.seed)
+            self.recipe = read_recipe(self._config["recipe"])
+            self.environments: list[dict[str, Any]] = self._config["environments"]
+            if not self.environments or not all(map(_is_environment, self.environments)):
                 raise TypeError(f"environments {self.environments!r}")
         except InputError as error:
-            raise InputError(f"{path} is not a run record: {error}") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} is not a run record: {error!r}") from error
+            raise InputError(f"{path} is not a run record: {_brief(str(error))}") from error
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
+            raise InputError(f"{path} is not a run record: {_brief(repr(error))}") from error
         self._metrics: tuple[tuple[int, ...], list[dict[str, Any]]] = ((), [])  # as last read
+        self._verified = False
+
+    @property
+    def verified(self) -> bool:
+        """Whether every line of the metrics has a checksum; wrong checksums are refused."""
+        return bool(self.metrics()) and self._verified
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Metrics of all epochs so far, one dictionary per epoch; ignores a truncated last line."""
+        """Metrics of all epochs so far, one dictionary per epoch; ignores a truncated last line.
+
+        Raises:
+            InputError: a line is damaged: its checksum is wrong, or it is not the record of its
+                epoch, or a value is out of range.
+        """
         path = self.folder / "metrics.jsonl"
         try:
             if not path.exists():
@@ -66,22 +105,99 @@ class Run:
             version = stat.st_ino, stat.st_mtime_ns, stat.st_size
             if version == self._metrics[0]:
                 return self._metrics[1]
-            lines = path.read_bytes().split(b"\n")
+            *lines, rest = path.read_bytes().split(b"\n")
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-        records = [_parse(line) for line in lines[:-1]]  # a line without a newline is incomplete
-        for epoch, record in enumerate(records):
-            if (
-                not (isinstance(record, dict) and record.get("epoch") == epoch < self.recipe.epochs)
-                or not all(isinstance(value, int | float) for value in record.values())
-                or not math.isfinite(record.get("test_error", math.nan))
-            ):
+        records, checked, verified, checksum = [], False, True, self.checksum()
+        for epoch, line in enumerate(lines):
+            try:
+                record, has_check = _read_line(line, checksum)
+                if checked and not has_check:
+                    raise ValueError("has no checksum, but the line before it has one")
+                require_metrics(record, epoch, self.recipe.epochs)
+            except ValueError as error:
                 raise InputError(
-                    f"{path} is damaged: line {epoch + 1} is not the record of epoch {epoch} of "
-                    f"{self.recipe.epochs}"
-                )
-        self._metrics = version, records
+                    f"{path} is damaged: line {epoch + 1} {_brief(str(error))}; restore it from a "
+                    "copy or train the run again"
+                ) from error
+            checked, verified = has_check, verified and has_check
+            records.append(record)
+        if isinstance(_parse(rest[:-1]), dict):
+            raise InputError(f"{path} is damaged: line {len(lines) + 1} does not end in a newline")
+        self._metrics, self._verified = (version, records), verified
         return records
+
+    def checksum(self) -> "hashlib._Hash":
+        """Checksum before the first line of the metrics: of name, seed and recipe."""
+        fields = [self._config[key] for key in ("name", "seed", "recipe")]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
+
+
+def sealed(record: dict[str, Any], checksum: "hashlib._Hash") -> bytes:
+    """The line of an epoch, without a newline, and with its checksum as the last field.
+
+    Args:
+        record: metrics of the epoch.
+        checksum: :meth:`Run.checksum`, updated with the bytes of all lines before this one.
+    """
+    body = json.dumps(record).encode().removesuffix(b"}")
+    checksum = checksum.copy()
+    checksum.update(body)
+    return body + f', "check": "{checksum.hexdigest()[:16]}"}}'.encode()
+
+
+def read_recipe(fields: Any) -> Recipe:
+    """Recipe from the fields of a file.
+
+    Raises:
+        TypeError: a value has a wrong type.
+        InputError: a value is out of range, or a field is unknown or missing.
+    """
+    if not isinstance(fields, dict):
+        raise TypeError(f"recipe {fields!r}")
+    for field, kind in get_type_hints(Recipe).items():
+        if field in fields and not _fits(fields[field], kind):
+            raise TypeError(f"{field} of the recipe is {fields[field]!r}")
+    return Recipe.from_dict(fields)
+
+
+def require_metrics(record: Any, epoch: int, epochs: int) -> None:
+    """Raise ValueError unless a record can be that of an epoch.
+
+    All values are finite numbers >= 0. Errors are percentages, the calibration error is a fraction;
+    float32 arithmetic may exceed these limits by a rounding error.
+    """
+    if (
+        not isinstance(record, dict)
+        or not all(_is_number(value) for value in record.values())
+        or type(record.get("epoch")) is not int
+        or not record["epoch"] == epoch < epochs
+        or "test_error" not in record
+    ):
+        raise ValueError(f"is not the record of epoch {epoch} of {epochs}")
+    for key, value in record.items():
+        if not -_ROUNDING <= value <= _LIMITS.get(key, math.inf) + _ROUNDING:
+            expected = f"from 0 to {_LIMITS[key]}" if key in _LIMITS else ">= 0"
+            raise ValueError(f"has {key} {value!r}, which must be {expected}")
+        if key in _INTEGERS and type(value) is not int:
+            raise ValueError(f"has {key} {value!r}, which must be an integer")
+
+
+class DamagedRun(Run):
+    """A record that cannot be used: no recipe, no metrics, only the reason.
+
+    Args:
+        folder: folder of the record.
+        damage: what is wrong, and in which file.
+    """
+
+    def __init__(self, folder: Path, damage: str) -> None:
+        self.folder, self.damage = folder, damage
+        self.name, self.seed = folder.parent.name, int(folder.name)
+        self.environments = []
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -127,18 +243,38 @@ def summary(run: Run) -> Summary:
         ece=last("test_ece"),
         top5_error=last("test_top5_error"),
         epochs=len(records),
-        finished=len(records) == run.recipe.epochs,
+        finished=run.damage is None and len(records) == run.recipe.epochs,
         seconds=sum(record.get("seconds", 0.0) for record in records),
     )
 
 
 def load_runs(out: Path | str) -> list[Run]:
-    """All runs below a folder, sorted by name and seed."""
+    """All runs below a folder, sorted by name and seed.
+
+    A record that cannot be read, or that is shorter than its config says, is a
+    :class:`DamagedRun`: it counts as unfinished, and does not keep others from being read.
+    """
     if not Path(out).is_dir():
         raise InputError(f"folder {str(out)!r} does not exist")
-    folders = [path.parent for path in Path(out).rglob("config.json")]
-    runs = [Run(folder) for folder in folders if folder.name.lstrip("-").isdigit()]
+    files = ("config.json", "metrics.jsonl")
+    folders = {path.parent for file in files for path in Path(out).rglob(file)}
+    runs = [_load(folder) for folder in folders if _SEED.fullmatch(folder.name)]
     return sorted(runs, key=lambda run: (run.name, run.seed, run.folder))
+
+
+def _load(folder: Path) -> Run:
+    try:
+        run = Run(folder)
+        epochs = len(run.metrics())
+    except InputError as error:
+        return DamagedRun(folder, str(error))
+    if epochs < run.recipe.epochs and not any((folder / file).exists() for file in _TRAINING):
+        return DamagedRun(
+            folder,
+            f"{folder} is damaged: it has {epochs} of {run.recipe.epochs} epochs and no "
+            "checkpoint; restore it from a copy or train the run again",
+        )
+    return run
 
 
 def default_folder() -> Path | None:
@@ -147,23 +283,120 @@ def default_folder() -> Path | None:
     return next((path for path in folders if path.is_dir() and any(path.iterdir())), None)
 
 
+def require_name(name: str) -> None:
+    """Raise InputError unless a run can have this name, which is also that of its folder."""
+    if name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
+        raise InputError(f"name of a run must be a valid folder name, got {name!r}")
+
+
 def export(run: Run, to: Path | str) -> Path:
-    """Copy the record of a finished run, without its checkpoint, to ``to/<name>/<seed>/``."""
+    """Copy the record of a finished run, without its checkpoint, to ``to/<name>/<seed>/``.
+
+    The copy appears complete or not at all. A record that is already there is never changed.
+
+    Raises:
+        InputError: the run is not finished, or another record has its name and seed.
+    """
     result = summary(run)
+    if run.damage is not None:
+        raise InputError(run.damage)
     if not result.finished:
         raise InputError(
             f"{run.folder} is not finished: {result.epochs} of {run.recipe.epochs} epochs"
         )
     folder = Path(to) / run.name / str(run.seed)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in ("config.json", "metrics.jsonl"):
-            shutil.copyfile(run.folder / file, folder / file)
+    files = _contents(run.folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        if _contents(folder) != files:
+            raise InputError(
+                f"{folder} holds a different or damaged record of the same name and seed: move it "
+                "away, or export to another folder"
+            )
+        return folder
+    write_folder(folder, files)
     return folder
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """The files of a record, without those that are missing."""
+    paths = [folder / file for file in ("config.json", "metrics.jsonl")]
+    try:
+        return {path.name: path.read_bytes() for path in paths if path.exists()}
+    except OSError as error:
+        raise InputError(f"cannot read {folder}: {error.strerror or error}") from error
+
+
+def _require_folder(folder: Path, name: str, seed: int) -> None:
+    """Raise InputError unless the path of a folder ends in the name and the seed of its run."""
+    require_name(name)
+    place = Path(os.path.abspath(folder))
+    if (place.parent.name, place.name) != (name, str(seed)):
+        raise InputError(
+            f"it is the record of {f'{name}/{seed}'!r}, but its folder is "
+            f"{f'{place.parent.name}/{place.name}'!r}"
+        )
+
+
+def _brief(text: str) -> str:
+    """The beginning of a text that may contain a damaged file."""
+    return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+_SEED = re.compile("-?[0-9]+")
+_TRAINING = ("lock", "checkpoint.pt", "checkpoint.previous.pt")  # files of a run, not of a copy
+
+
+_CHECK = re.compile(rb', "check": "([0-9a-f]{16})"\}')
+_LIMITS = {"test_error": 100, "test_top5_error": 100, "test_ece": 1}
+_INTEGERS = ("epoch", "side_by_side")
+_ROUNDING = 1e-4  # 100 · (1 − mean) in float32
+
+
+def _read_line(line: bytes, checksum: "hashlib._Hash") -> tuple[Any, bool]:
+    """The record of a line, and whether it has a checksum; raises ValueError if that is wrong.
+
+    Updates ``checksum`` with the line and its newline.
+    """
+    found = _CHECK.search(line)
+    body = line if found is None else line[: found.start()]
+    checksum.update(body)
+    if found is not None and (
+        found.end() != len(line) or checksum.hexdigest()[:16] != found[1].decode()
+    ):
+        raise ValueError("does not match its checksum")
+    checksum.update(line[len(body) :] + b"\n")
+    record = _parse(line)
+    if found is not None and isinstance(record, dict):
+        del record["check"]
+    return record, found is not None
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value has the type of a field of a recipe."""
+    if get_origin(kind) is tuple:
+        return isinstance(value, list) and all(_fits(one, get_args(kind)[0]) for one in value)
+    if kind is float:
+        return _is_number(value)
+    if kind is int:
+        return _is_number(value) and isinstance(value, int)
+    return isinstance(value, str if get_origin(kind) is Literal else kind)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number, not a boolean, and an integer fits into 64 bits."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return type(value) is int and abs(value) < 2**63
+
+
+def _is_environment(value: Any) -> bool:
+    return isinstance(value, dict) and not any(
+        isinstance(one, dict | list) for one in value.values()
+    )
 
 
 def _parse(line: bytes) -> Any:
     """The value of a line of JSON, or None if it is not valid JSON."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         return json.loads(line)
     return None

@@ -82,6 +82,11 @@ class Side:
         """Errors by seed, in percent."""
         return self.values(lambda result: result.error)
 
+    @property
+    def verified(self) -> bool:
+        """Whether the records of all runs have checksums."""
+        return all(run.verified for run in self.runs.values())
+
     def values(self, quantity: Callable[[Summary], float | None]) -> dict[int, float]:
         """A quantity of the results by seed, without seeds that did not record it."""
         values = {seed: quantity(result) for seed, result in self.summaries.items()}
@@ -165,20 +170,25 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
 
 
 def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], dict[str, str]]:
-    """Sides by name, and for every name whose runs contradict each other, the reason.
+    """Sides by name, and reasons why runs are left out, by name or folder.
+
+    Left out are damaged records, and all runs of a name if they contradict each other.
 
     Skips runs evaluated on held-out images, and runs that have the name of a recipe but different
     settings.
     """
     by_name: dict[str, list[Run]] = {}
+    damaged: dict[str, str] = {}
     for run in distinct(runs):
-        if (
+        if run.damage is not None:
+            damaged[str(run.folder)] = run.damage
+        elif (
             summary(run).finished
             and not run.recipe.hold_out
             and same_training(run.recipe, RECIPES.get(run.name, run.recipe))
         ):
             by_name.setdefault(run.name, []).append(run)
-    sides, left_out = {}, {}
+    sides, left_out = {}, damaged
     for name, own in sorted(by_name.items()):
         try:
             sides[name] = create_side(own, name)
@@ -193,11 +203,19 @@ def left_out_line(reason: str) -> str:
 
 
 def distinct(runs: Iterable[Run]) -> list[Run]:
-    """Drop copies: keep the first of the runs with the same name, seed, recipe and result."""
+    """Drop copies: keep one of the runs with the same name, seed, recipe and result.
+
+    It is the first one with checksums, if there is one.
+    """
     found: dict[Any, Run] = {}
     for run in runs:
+        if run.damage is not None:
+            found[run.folder] = run
+            continue
         result = replace(summary(run), seconds=0.0)
-        found.setdefault((run.name, run.seed, run.recipe, result), run)
+        key = run.name, run.seed, run.recipe, result
+        if key not in found or (run.verified and not found[key].verified):
+            found[key] = run
     return list(found.values())
 
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from isda.experiments.records import Run
+from isda.experiments.report.text import printable
 
 __all__ = ["BASELINE", "METHOD", "OTHERS", "Line", "curves"]
 
@@ -44,7 +45,8 @@ def curves(
         band: shade the range from the lowest to the highest seed.
         salt: makes the element ids of two plots of the same runs on one page different.
     """
-    salt = " ".join([salt, key, *(str(run.folder) for line in lines for run in line.runs)])
+    folders = (ascii(str(run.folder)) for line in lines for run in line.runs)
+    salt = " ".join([salt, key, *folders])
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
         figure = Figure(figsize=(4.4, 3.0), layout="constrained")
         axes = figure.subplots()
@@ -59,7 +61,8 @@ def curves(
             low, high = ([pick(seeds) for seeds in epochs] for pick in (min, max))
             if band:
                 axes.fill_between(x, low, high, color=line.colour, alpha=0.2, linewidth=0)
-            axes.plot(x, mean, color=line.colour, linewidth=1.6, label=line.label)
+            label = printable(line.label).replace("$", r"\$")  # no mathematics
+            axes.plot(x, mean, color=line.colour, linewidth=1.6, label=label)
             late = slice(len(epochs) // 4, None)
             shown = low[late] + high[late] if band else mean[late]
             framed += filter(math.isfinite, shown)

@@ -17,7 +17,7 @@ from isda.experiments.report.comparison import (
 )
 from isda.experiments.report.paper_tables import TABLES
 from isda.experiments.report.tables import pairs, pairs_markdown, section
-from isda.experiments.report.text import markdown_rows
+from isda.experiments.report.text import escape_markdown, markdown_rows
 
 __all__ = ["COSTS_TITLE", "Overview", "overview", "report_markdown"]
 
@@ -38,8 +38,12 @@ def report_markdown(runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> str
         parts[1:1] = [f"{COSTS_TITLE}:", markdown_rows(header, rows, left=(0, len(header) - 1))]
     if found.others:
         parts += ["## Beyond the paper's tables", pairs_markdown(found.others)]
-    parts += ["## In words", " ".join(found.words)]
-    parts += ["\n".join(f"* {name}: {words}" for name, words in found.sentences.items())]
+    parts += ["## In words", escape_markdown(" ".join(found.words))]
+    parts += [
+        "\n".join(
+            "* " + escape_markdown(f"{name}: {words}") for name, words in found.sentences.items()
+        )
+    ]
     return "\n\n".join(parts)
 
 
@@ -65,8 +69,11 @@ class Overview:
     unfinished: int
     """Number of unfinished runs."""
 
+    unverified: int
+    """Number of finished runs whose records have no checksums."""
+
     left_out: dict[str, str]
-    """Reasons why runs are left out, by name."""
+    """Reasons why runs are left out, by name or folder."""
 
     @property
     def sentences(self) -> dict[str, str]:
@@ -95,6 +102,8 @@ class Overview:
             words += found
         if self.unfinished:
             words.append(f"Unfinished runs that are left out: {self.unfinished}.")
+        if self.unverified:
+            words.append(f"Finished runs without checksums (unverified): {self.unverified}.")
         if self.outside:
             words.append(f"Finished runs in no cell and no comparison: {self.outside}.")
         return [*words, *map(left_out_line, self.left_out.values())]
@@ -118,8 +127,9 @@ def overview(runs: Iterable[Run]) -> Overview:
             for run in side.runs.values()}  # fmt: skip
     used |= {run.folder for one in others for side in one.sides for run in side.runs.values()}
     outside = sum(run.folder not in used and run.name not in left_out for run in finished)
-    unfinished = len(runs) - len(finished)
-    return Overview(sides, table_of, results, others, outside, unfinished, left_out)
+    unfinished = sum(run.damage is None for run in runs) - len(finished)
+    unverified = sum(not run.verified for run in finished)
+    return Overview(sides, table_of, results, others, outside, unfinished, unverified, left_out)
 
 
 _VERDICTS = {  # of one comparison, of several

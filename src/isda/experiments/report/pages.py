@@ -36,7 +36,7 @@ def write_comparison_page(path: Path | str, result: Comparison) -> None:
         header=header,
         rows=rows,
         seeds=[
-            (seed, *(_optional(side.errors.get(seed)) for side in result.sides),
+            (_seed(result, seed), *(_optional(side.errors.get(seed)) for side in result.sides),
              _seed_difference(result, seed))
             for seed in seeds
         ],
@@ -149,6 +149,11 @@ def _figure(title: str, table: int, cell: str, sides: Mapping[str, Side]) -> dic
     missing = [name.rpartition("-")[2] for name in recipes if name not in sides]
     command = f"isda table {table} --cell {cell} --resume"
     return {"title": title, "picture": picture, "missing": missing, "command": command}
+
+
+def _seed(result: Comparison, seed: int) -> str:
+    runs = [side.runs[seed] for side in result.sides if seed in side.runs]
+    return str(seed) if all(run.verified for run in runs) else f"{seed} (unverified)"
 
 
 def _seed_difference(result: Comparison, seed: int) -> str:

@@ -95,6 +95,8 @@ def pair_rows(
         one, other = (published.get(side.name) for side in result.sides)
         paper = signed(other.mean - one.mean) if one and other else DASH
         counts = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
+        if not all(side.verified for side in result.sides):
+            counts += " unverified"
         rows.append(
             [
                 result.method.name,
@@ -176,10 +178,10 @@ def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
         paper = [str(PUBLISHED.get(side.name, DASH)) for side in result.sides]
         ours = [side.error.format() for side in result.sides]
         count = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
-        rows.append([f"`{result.method.name}`", *paper, *ours, signed(result.difference), count])
+        rows.append([result.method.name, *paper, *ours, signed(result.difference), count])
     header = ["recipe", "paper: baseline", "paper: ISDA", "ours: baseline", "ours: ISDA"]
     header += ["difference (95 % interval)", "seeds"]
-    return markdown_rows(header, rows, pad=False)
+    return markdown_rows(header, rows, code=(0,), pad=False)
 
 
 def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:

@@ -25,7 +25,7 @@ from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import choose_kernels, join_processes
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.run_folder import RunFolder, require_free
+from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.side_by_side import SideBySide
 
 __all__ = ["Plan", "load_images", "train"]
@@ -76,7 +76,9 @@ def _begin(
     _require_fit(lane)
     if not options.resume:
         require_free(options.out / plan.name / str(plan.seed) for plan in plans)
-    runs = {
+    for plan in plans:
+        locks.enter_context(locked(options.out, plan.name, plan.seed))
+    return {
         number: RunFolder.create(
             options.out,
             plan.name,
@@ -87,9 +89,6 @@ def _begin(
         )
         for number, plan in enumerate(plans)
     }
-    for run in runs.values():
-        locks.enter_context(run.lock())
-    return runs
 
 
 def _require_fit(lane: Lane) -> None:
@@ -232,10 +231,13 @@ def _require_finite(lane: Lane, run: RunFolder | None, result: list[float]) -> N
 def _stopped(lane: Lane, run: RunFolder | None, reason: str) -> RunError:
     where = f"seed {lane.seed}" if run is None else str(run.folder)
     rate = lane.recipe.learning_rate_at(lane.epoch)
-    saved = "the last checkpoint is intact" if lane.epoch else "there is no checkpoint"
+    saved = ""
+    if run is not None:
+        intact = run.has_checkpoint()
+        saved = "; the last checkpoint is intact" if intact else "; there is no checkpoint"
     return RunError(
         f"{where}, epoch {lane.epoch + 1}: {reason} (learning rate {rate:g}, lambda_0 "
-        f"{lane.recipe.lambda_0:g}); {saved}"
+        f"{lane.recipe.lambda_0:g}){saved}"
     )
 
 

@@ -12,7 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
 
@@ -21,17 +21,24 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from isda.experiments.errors import InputError
-from isda.experiments.files import sync_folder, write_text, writing
-from isda.experiments.records import Run, summary
+from isda.experiments.errors import InputError, RunError
+from isda.experiments.files import sync_folder, write_bytes, write_text, writing
+from isda.experiments.records import (
+    Run,
+    read_recipe,
+    require_metrics,
+    require_name,
+    sealed,
+    summary,
+)
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training.environment import environment
 
-__all__ = ["RunFolder", "require_free"]
+__all__ = ["RunFolder", "locked", "require_free"]
 
 
 class RunFolder(Run):
-    """A run that is being trained: its record, its checkpoints and its lock.
+    """A run that is being trained: its record and its checkpoints.
 
     Args:
         folder: folder that holds config.json.
@@ -54,20 +61,21 @@ class RunFolder(Run):
     ) -> Self:
         """Create the folder of a run below ``out``, or open the existing one with ``resume``.
 
+        Hold its lock, see :func:`locked`, if another process may train the same run.
+
         Raises:
             InputError: the run exists and ``resume`` is off, or it has a different recipe.
         """
-        if name in ("", ".", "..") or {"/", "\\", "\0"} & set(name):
-            raise InputError(f"name of a run must be a valid folder name, got {name!r}")
+        require_name(name)
         folder = Path(out) / name / str(seed)
         here = environment(device)
-        if not (folder / "config.json").exists():
+        if not resume or not (folder / "config.json").exists():
+            require_free([folder])
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
-            _write_config(folder, name, recipe, seed, [here])
+            config = {"name": name, "seed": seed, "recipe": recipe.as_dict()}
+            _write_config(folder, {**config, "environments": [here]})
             return cls(folder)
-        if not resume:
-            require_free([folder])
         run = cls(folder)
         changed = differing_fields(run.recipe, recipe)
         if changed:
@@ -81,36 +89,20 @@ class RunFolder(Run):
                                if before.get(key) != here[key])  # fmt: skip
             warnings.warn(f"{folder} resumes in a different environment: {fields}", stacklevel=2)
             run.environments.append(here)
-            _write_config(folder, run.name, run.recipe, run.seed, run.environments)
+            _write_config(folder, {**run._config, "environments": run.environments})
         return run
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the run's lock, which the system also releases if this process dies.
-
-        Raises:
-            InputError: another process is training the run.
-        """
-        path = self.folder / "lock"
-        with writing(path):
-            file = open(path, "w")  # noqa: SIM115 - closed below, outside of ``writing``
-        with file:
-            try:
-                if fcntl is not None:
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError) as error:
-                raise InputError(f"{self.folder} is being trained by another process") from error
-            except OSError:  # a file system without locks
-                pass
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Append the metrics of an epoch and flush them to disk. Call it before ``save``."""
         path = self.folder / "metrics.jsonl"
-        line = (json.dumps(metrics) + "\n").encode()
+        before = self._lines()
+        try:
+            require_metrics(metrics, len(before), self.recipe.epochs)
+        except ValueError as error:
+            raise RunError(f"{self.folder}: the next line of the metrics {error}") from error
+        checksum = self.checksum()
+        checksum.update(b"".join(before))
+        line = sealed(metrics, checksum) + b"\n"
         with writing(path), open(path, "ab", buffering=0) as file:
             end = file.tell()
             try:
@@ -126,24 +118,30 @@ class RunFolder(Run):
 
         Call it on every resume, with the number of epochs in the checkpoint, or 0 without one.
         """
-        kept = [record for record in self.metrics() if record["epoch"] < epoch]
-        if [record["epoch"] for record in kept] != list(range(epoch)):
-            raise InputError(
-                f"{self.folder / 'metrics.jsonl'} lacks epochs before {epoch}, the epoch of the "
-                "checkpoint"
-            )
-        text = "".join(json.dumps(record) + "\n" for record in kept)
-        write_text(self.folder / "metrics.jsonl", text)
+        path = self.folder / "metrics.jsonl"
+        if len(self.metrics()) < epoch:
+            raise InputError(f"{path} lacks epochs before {epoch}, the epoch of the checkpoint")
+        kept = b"".join(self._lines()[:epoch])
+        if not path.exists() or path.stat().st_size != len(kept):
+            write_bytes(path, kept)
+
+    def _lines(self) -> list[bytes]:
+        """Complete lines of the metrics, with their newlines."""
+        path = self.folder / "metrics.jsonl"
+        content = path.read_bytes() if path.exists() else b""
+        return [line + b"\n" for line in content.split(b"\n")[:-1]]
 
     def save(self, state: dict[str, Any]) -> None:
         """Write a checkpoint; the previous one stays until the new one is complete on disk.
 
         Args:
             state: anything that ``torch.load(weights_only=True)`` can read: tensors, numbers and
-                strings in dictionaries and lists.
+                strings in dictionaries and lists; ``epoch`` is the number of epochs done. Recipe
+                and seed are added.
         """
+        state = {**state, "recipe": self.recipe.as_dict(), "seed": self.seed}
         new = self.folder / "checkpoint.new.pt"
-        with writing(new, undo=True):
+        with writing(new, temporary=new, keep=self._checkpoints):
             with open(new, "wb") as file:
                 torch.save(state, file)
                 file.flush()
@@ -157,7 +155,8 @@ class RunFolder(Run):
     def load(self, use: Callable[[dict[str, Any]], object] | None = None) -> dict[str, Any] | None:
         """Load the last valid checkpoint on the CPU; None if there is none.
 
-        If the last checkpoint is damaged, warn and load the one before it.
+        If the last checkpoint is damaged, warn and load the one before it. Recipe, seed and epoch
+        are checked before anything else is used.
 
         Args:
             use: called with the checkpoint; any exception but an InputError counts as damage.
@@ -168,6 +167,7 @@ class RunFolder(Run):
                 continue
             try:
                 state = _read_checkpoint(path)
+                self._require_own(path, state)
                 if use is not None:
                     use(state)
             except InputError:
@@ -184,27 +184,106 @@ class RunFolder(Run):
             raise InputError("; ".join(damage) + "; there is no other checkpoint to resume from")
         return None
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint that can be read and is of this run; reads it."""
+        with warnings.catch_warnings(), contextlib.suppress(InputError):
+            warnings.simplefilter("ignore")
+            return RunFolder(self.folder).load() is not None
+        return False
+
+    def _require_own(self, path: Path, state: dict[str, Any]) -> None:
+        """Raise ValueError for a damaged checkpoint, InputError for that of another run."""
+        missing = [key for key in ("recipe", "seed", "epoch") if key not in state]
+        if missing:
+            raise ValueError(f"it does not name its {missing[0]}")
+        epoch, seed = state["epoch"], state["seed"]
+        if type(epoch) is not int or not 0 <= epoch <= self.recipe.epochs:
+            raise ValueError(f"epoch must be from 0 to {self.recipe.epochs}, got {epoch!r:.40}")
+        try:
+            recipe = read_recipe(state["recipe"])
+        except InputError as error:
+            raise ValueError(f"recipe: {error}") from error
+        changed = [f"{key} {one!r} → {other!r}" for key, (one, other)
+                   in differing_fields(recipe, self.recipe).items()]  # fmt: skip
+        if type(seed) is not int or seed != self.seed:
+            changed.append(f"seed {seed!r:.40} → {self.seed}")
+        if changed:
+            raise InputError(
+                f"{path} is the checkpoint of another run ({', '.join(changed)}): restore that of "
+                "this run, or delete it"
+            )
+
     @property
     def _checkpoints(self) -> tuple[Path, Path]:
         return self.folder / "checkpoint.pt", self.folder / "checkpoint.previous.pt"
 
 
+@contextlib.contextmanager
+def locked(out: Path | str, name: str, seed: int) -> Iterator[None]:
+    """Hold the lock of a run, which the system also releases if this process dies.
+
+    Creates the folder of the run if it does not exist, and removes it again if nothing was written
+    to it. Otherwise the lock file stays: if it were deleted, a process that has opened it before
+    could lock a file that no later process sees.
+
+    Raises:
+        InputError: another process is training the run; nothing has been written.
+    """
+    require_name(name)
+    folder = Path(out) / name / str(seed)
+    with _lock_file(folder):
+        for left in _NAMES:  # by a process that was killed while it wrote
+            for path in folder.glob(f".{left}.*.new"):
+                path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if [path.name for path in folder.iterdir()] == ["lock"]:
+                    (folder / "lock").unlink()
+                    folder.rmdir()
+                    folder.parent.rmdir()
+
+
+def _lock_file(folder: Path) -> IO[str]:
+    """The lock file of a folder, open and locked."""
+    path = folder / "lock"
+    for _ in range(100):
+        with writing(path, keep=()):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a")  # noqa: SIM115 - returned
+        try:
+            if fcntl is not None:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.close()
+            raise InputError(f"{folder} is being trained by another process") from error
+        except OSError:  # a file system without locks
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # deleted before it was locked
+    raise InputError(f"cannot lock {path}: other processes delete it")
+
+
 def require_free(folders: Iterable[Path]) -> None:
-    """Raise InputError if one of the folders already holds a run."""
+    """Raise InputError if one of the folders already holds a run, or what is left of one."""
     for folder in folders:
         if (folder / "config.json").exists():
             raise InputError(f"{folder} already holds a run: use --resume or a different --out")
+        for name in _NAMES:
+            if (folder / name).exists():
+                raise InputError(
+                    f"{folder} has {name} but no config.json: restore config.json or use a "
+                    "different --out"
+                )
 
 
-def _write_config(
-    folder: Path, name: str, recipe: Recipe, seed: int, environments: list[dict[str, Any]]
-) -> None:
-    config = {
-        "name": name,
-        "seed": seed,
-        "recipe": recipe.as_dict(),
-        "environments": environments,
-    }
+_NAMES = ("config.json", "metrics.jsonl", "checkpoint.pt", "checkpoint.previous.pt")
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
@@ -213,5 +292,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         bad = archive.testzip()
     if bad is not None:
         raise ValueError(f"wrong checksum of {bad}")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}")
     return state
