@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
-from isda.experiments.errors import InputError, RunError
+from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.networks import create_network
 from isda.experiments.records import Run, export, summary
 from isda.experiments.settings import Options, Recipe
@@ -240,6 +240,49 @@ def test_killed_again_and_again_from_outside(options: Options, uninterrupted: li
         process.join(60)
         assert process.exitcode in (-signal.SIGKILL, 0)
     assert_same_runs(train(PLANS, resuming), uninterrupted)
+
+
+class Clock:
+    """A clock that an epoch moves on by ten seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        train_epoch = loop.SideBySide.train_epoch
+
+        def slow(runner: loop.SideBySide) -> None:
+            train_epoch(runner)
+            self.now += 10
+
+        monkeypatch.setattr(loop.SideBySide, "train_epoch", slow)
+        for name in ("monotonic", "perf_counter"):
+            monkeypatch.setattr(time, name, lambda: self.now)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_stopped_by_the_time_limit_and_resumed(
+    width: int, options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """29 s are enough for two epochs of 10 s; the checkpoints are written although none is due."""
+    monkeypatch.setattr(loop, "_side_by_side", lambda *_: width)
+    clock = Clock(monkeypatch)
+
+    def limited(seconds: float) -> Options:  # created now, so the time counts from now
+        return replace(options, checkpoint_seconds=1e9, minutes=seconds / 60, resume=True)
+
+    for done in ([2, 0], [4, 0]) if width == 1 else ([2, 2],):
+        began = clock.now
+        with pytest.raises(TimeUp, match=r"time limit of .* min reached, \d of 2 runs finished"):
+            train(PLANS, limited(29))
+        assert clock.now - began == 20
+        runs = [RunFolder(options.out / "one" / str(seed)) for seed in (0, 1)]
+        assert [summary(run).epochs for run in runs] == done
+        assert [(run.load() or {"epoch": 0})["epoch"] for run in runs] == done
+    with pytest.raises(TimeUp, match=r"\d of 2 runs"):  # less time than an epoch takes
+        train(PLANS, limited(9.9))
+    assert [summary(run).epochs for run in runs] == done
+    resumed = train(PLANS, limited(40))  # exactly enough, and nothing is left to do
+    assert_same_runs(resumed, uninterrupted, without=(*TIMES, "side_by_side"))
+    assert train(PLANS, limited(1e-6))
 
 
 def test_runs_that_lag_behind_catch_up(

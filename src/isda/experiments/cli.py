@@ -12,16 +12,22 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from isda._version import __version__
-from isda.experiments.errors import InputError, unknown
+from isda.experiments.errors import InputError, TimeUp, unknown
 from isda.experiments.recipes import DEFAULT, baseline_of, get_recipe, run_name
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
 from isda.experiments.settings import require_seeds
 
-__all__ = ["main", "run"]
+__all__ = ["TIME_UP", "main", "run"]
+
+TIME_UP = 75
+"""Exit code when ``--minutes`` are up before all runs are finished (EX_TEMPFAIL: try again)."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command; an input error prints one line to stderr and returns exit code 2."""
+    """Run a command and return its exit code.
+
+    An input error prints one line to stderr and returns 2; a time limit returns ``TIME_UP``.
+    """
     words = list(sys.argv[1:] if words is None else words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -39,6 +45,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2
+    except TimeUp as error:
+        resume = [] if "--resume" in words else ["--resume"]
+        command = shlex.join(["isda", *words, *resume])
+        print(f"isda: {error}; continue with: {command}", file=sys.stderr)
+        return TIME_UP
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

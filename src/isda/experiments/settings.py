@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -247,13 +248,24 @@ class Options:
     checkpoint_seconds: float = 60.0
     """Minimum time between checkpoints; the last epoch always writes one."""
 
+    minutes: float | None = None
+    """Time limit, counted from the start of the command: when it is up, write checkpoints and exit
+    with code 75. No epoch is started that would take longer than the time left."""
+
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
+
+    started_at: float = dataclasses.field(
+        init=False, compare=False, default_factory=lambda: time.monotonic()
+    )
+    """Start of the time limit: when the options were created, by ``time.monotonic``."""
 
     def __post_init__(self) -> None:
         _require(self.side_by_side >= 0, "side_by_side", self.side_by_side, ">= 0")
         seconds = self.checkpoint_seconds
         _require(seconds >= 0, "checkpoint_seconds", seconds, ">= 0")
+        limit = self.minutes
+        _require(limit is None or 0 < limit < math.inf, "minutes", limit, "> 0")
         _require(self.workers is None or self.workers >= 0, "workers", self.workers, ">= 0")
 
 

@@ -20,9 +20,10 @@ from tqdm import tqdm
 from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError, RunError, as_input_error
+from isda.experiments.errors import InputError, RunError, TimeUp, as_input_error
 from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.deadline import Deadline
 from isda.experiments.training.device import choose_kernels, join_processes
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.run_folder import RunFolder, require_free
@@ -44,10 +45,14 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
     """Train all plans and return their runs in the same order.
 
     Under ``torchrun`` all processes train every run together; only rank 0 writes and returns runs.
+
+    Raises:
+        TimeUp: the time limit of the options ended before the runs; their checkpoints are written.
     """
     options = options or Options()
     if options.tensorboard:
         _summary_writer()
+    deadline = Deadline(options)
     begun, runs = False, dict[int, RunFolder]()
     with (
         join_processes(options.device) as (device, rank, world),
@@ -65,7 +70,10 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
                 begun = True
             for lane, number in zip(lanes, group, strict=True):
                 _restore(lane, runs.get(number))
-            _train_together(lanes, [runs.get(number) for number in group], options)
+            if deadline.is_up(_epoch_seconds(plans, group, runs)) and _unfinished(lanes):
+                raise _time_up(runs, options)
+            if not _train_together(lanes, [runs.get(n) for n in group], options, deadline):
+                raise _time_up(runs, options)
     return [runs[number] for number in sorted(runs)]
 
 
@@ -147,23 +155,54 @@ def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
     return data.hold_out(recipe.hold_out) if recipe.hold_out else data
 
 
-def _train_together(lanes: list[Lane], runs: Sequence[RunFolder | None], options: Options) -> None:
-    """Train lanes to their last epoch; after a kill, lanes that are behind catch up first."""
+def _unfinished(lanes: Sequence[Lane]) -> list[Lane]:
+    return [lane for lane in lanes if lane.epoch < lane.recipe.epochs]
+
+
+def _epoch_seconds(plans: Sequence[Plan], group: list[int], runs: dict[int, RunFolder]) -> float:
+    """Time of an epoch of a group, by the last epoch of equal runs; 0 if there is none."""
+    first = plans[group[0]].recipe
+    equal = [run for n, run in runs.items() if _same_steps(plans[n].recipe, first)]
+    last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
+    return max(last, default=0.0) * len(group)
+
+
+def _time_up(runs: dict[int, RunFolder], options: Options) -> TimeUp:
+    done = sum(summary(run).finished for run in runs.values())
+    number = f"{done} of {len(runs)} run{'s' * (len(runs) != 1)}"
+    return TimeUp(f"time limit of {options.minutes:g} min reached, {number} finished")
+
+
+def _train_together(
+    lanes: list[Lane], runs: Sequence[RunFolder | None], options: Options, deadline: Deadline
+) -> bool:
+    """Train lanes to their last epoch; after a kill, lanes that are behind catch up first.
+
+    Returns False if the time limit ended the training before.
+    """
     by_lane = dict(zip(map(id, lanes), runs, strict=True))
-    while unfinished := [lane for lane in lanes if lane.epoch < lane.recipe.epochs]:
+    while unfinished := _unfinished(lanes):
         first = min(lane.epoch for lane in unfinished)
         together = [lane for lane in unfinished if lane.epoch == first]
         until = min(lane.epoch if lane.epoch > first else lane.recipe.epochs for lane in unfinished)
-        _train_side_by_side(together, [by_lane[id(lane)] for lane in together], until, options)
+        with_runs = [by_lane[id(lane)] for lane in together]
+        if _train_side_by_side(together, with_runs, until, options, deadline):
+            return not _unfinished(lanes)
+    return True
 
 
 def _train_side_by_side(
-    lanes: list[Lane], runs: Sequence[RunFolder | None], until: int, options: Options
-) -> None:
+    lanes: list[Lane],
+    runs: Sequence[RunFolder | None],
+    until: int,
+    options: Options,
+    deadline: Deadline,
+) -> bool:
+    """Train lanes until an epoch; returns whether the time limit is reached."""
     on_gpu = lanes[0].device.type == "cuda"
     runner = SideBySide(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
     writers = [_writer(run, options, lanes[0].epoch) for run in runs]
-    saved = time.monotonic()
+    saved, time_up = time.monotonic(), False
     for epoch in _progress(lanes, until, show=runs[0] is not None):
         began = time.perf_counter()
         try:
@@ -177,7 +216,8 @@ def _train_side_by_side(
         for lane, run, result in zip(lanes, runs, results, strict=True):
             _require_finite(lane, run, result)
             lane.epoch = epoch + 1
-        last = epoch + 1 == until
+        time_up = deadline.is_up(time.perf_counter() - began)
+        last = time_up or epoch + 1 == until
         save = last or time.monotonic() - saved > options.checkpoint_seconds
         for lane, run, result, writer in zip(lanes, runs, results, writers, strict=True):
             metrics = _metrics(lane, epoch, result, seconds, len(lanes))
@@ -191,9 +231,12 @@ def _train_side_by_side(
                     writer.add_scalar(key, value, epoch)
         if save:
             saved = time.monotonic()
+        if time_up:
+            break
     for writer in writers:
         if writer is not None:
             writer.close()
+    return time_up
 
 
 def _metrics(
