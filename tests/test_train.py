@@ -28,12 +28,14 @@ from torch.nn import functional as F
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
 from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.networks import create_network
+from isda.experiments.recipes import get_recipe
 from isda.experiments.records import Run, export, summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop, run_folder
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder
+from isda.experiments.training.step_cost import random_images
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
 
@@ -136,10 +138,10 @@ def die_before_saving(number: int) -> None:
     """The metrics of an epoch are written, but not its checkpoint."""
     calls, save = itertools.count(), RunFolder.save
 
-    def counted(run: RunFolder, state: dict[str, Any]) -> None:
+    def counted(run: RunFolder, state: dict[str, Any], **options: bool) -> None:
         if next(calls) == number:
             die()
-        save(run, state)
+        save(run, state, **options)
 
     RunFolder.save = counted
 
@@ -266,7 +268,7 @@ def test_stopped_by_the_time_limit_and_resumed(
     monkeypatch.setattr(loop, "_side_by_side", lambda *_: width)
     clock = Clock(monkeypatch)
 
-    def limited(seconds: float) -> Options:  # created now, so the time counts from now
+    def limited(seconds: float) -> Options:  # created at the call, so the time counts from now
         return replace(options, checkpoint_seconds=1e9, minutes=seconds / 60, resume=True)
 
     for done in ([2, 0], [4, 0]) if width == 1 else ([2, 2],):
@@ -280,9 +282,26 @@ def test_stopped_by_the_time_limit_and_resumed(
     with pytest.raises(TimeUp, match=r"\d of 2 runs"):  # less time than an epoch takes
         train(PLANS, limited(9.9))
     assert [summary(run).epochs for run in runs] == done
+    options = replace(options, out=options.out.rename(options.out.with_name("moved")))
+    assert {path.name for path in options.out.rglob("*.pt")} == {"checkpoint.pt"}  # one state
     resumed = train(PLANS, limited(40))  # exactly enough, and nothing is left to do
     assert_same_runs(resumed, uninterrupted, without=(*TIMES, "side_by_side"))
     assert train(PLANS, limited(1e-6))
+
+
+@pytest.mark.parametrize("method", ["ce", "isda"])
+def test_a_checkpoint_is_no_larger_than_the_state(method: str, tmp_path: Path) -> None:
+    """ResNet-110: weights and momentum, 4 bytes each, running means and variances, statistics."""
+    recipe = get_recipe(f"cifar100-resnet110-{method}")
+    cpu = torch.device("cpu")
+    data = random_images(2, num_classes=100, shape=(3, 32, 32), device=cpu)
+    lane = Lane(recipe, 0, data, cpu)
+    run = RunFolder.create(tmp_path, "size", recipe, 0)
+    run.save(lane.state_dict(), last=True)
+    parameters = sum(parameter.numel() for parameter in lane.parameters)
+    statistics = 4 * 100 * 64 * (64 + 1) if method == "isda" else 0
+    size = (run.folder / "checkpoint.pt").stat().st_size
+    assert size == pytest.approx(2 * 4 * parameters + statistics, rel=0.025)
 
 
 def test_runs_that_lag_behind_catch_up(

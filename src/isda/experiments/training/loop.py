@@ -225,7 +225,7 @@ def _train_side_by_side(
             if run is not None:
                 run.append(metrics)
                 if state is not None:
-                    run.save(state)
+                    run.save(state, last=last)
             if writer is not None:
                 for key, value in metrics.items():
                     writer.add_scalar(key, value, epoch)

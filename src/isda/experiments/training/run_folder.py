@@ -135,12 +135,13 @@ class RunFolder(Run):
         text = "".join(json.dumps(record) + "\n" for record in kept)
         write_text(self.folder / "metrics.jsonl", text)
 
-    def save(self, state: dict[str, Any]) -> None:
+    def save(self, state: dict[str, Any], *, last: bool = False) -> None:
         """Write a checkpoint; the previous one stays until the new one is complete on disk.
 
         Args:
             state: anything that ``torch.load(weights_only=True)`` can read: tensors, numbers and
                 strings in dictionaries and lists.
+            last: whether the training ends or pauses here: leave only this checkpoint.
         """
         new = self.folder / "checkpoint.new.pt"
         with writing(new, undo=True):
@@ -152,6 +153,8 @@ class RunFolder(Run):
                 os.replace(*self._checkpoints)
             os.replace(new, self._checkpoints[0])
             sync_folder(self.folder)
+            if last:
+                self._checkpoints[1].unlink(missing_ok=True)
         self._trusted = True
 
     def load(self, use: Callable[[dict[str, Any]], object] | None = None) -> dict[str, Any] | None:
