@@ -311,6 +311,8 @@ def _groups(
         same = [n for n in waiting if _same_steps(plans[n].recipe, first)]
         waiting = [n for n in waiting if n not in same]
         width = _side_by_side(first, data, options, device)
+        if first.compile and device.type == "cuda":
+            torch.compiler.reset()  # other networks count against the recompile limit
         for start in range(0, len(same), width):
             yield same[start : start + width], data
 
