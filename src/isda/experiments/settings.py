@@ -242,6 +242,10 @@ class Options:
     capture: bool = True
     """Capture training steps in CUDA graphs on a GPU."""
 
+    compile_cache: Path | None = None
+    """Folder for compiled code, to be used again by later commands, on another machine, too; None:
+    the usual folder of torch.compile for temporary files."""
+
     deterministic: bool = False
     """Use deterministic GPU kernels: bitwise reproducible, but slower."""
 

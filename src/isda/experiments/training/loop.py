@@ -24,7 +24,7 @@ from isda.experiments.errors import InputError, RunError, TimeUp, as_input_error
 from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.deadline import Deadline
-from isda.experiments.training.device import choose_kernels, join_processes
+from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.run_folder import RunFolder, require_free
 from isda.experiments.training.side_by_side import SideBySide
@@ -57,6 +57,7 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
     with (
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
+        keep_compiled_code(options.compile_cache),
         contextlib.ExitStack() as locks,
     ):
         for group, data in _groups(plans, options, device):
