@@ -53,21 +53,25 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
     if options.tensorboard:
         _summary_writer()
     deadline = Deadline(options)
-    begun, runs = False, dict[int, RunFolder]()
+    begun = False
     with (
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
         keep_compiled_code(options.compile_cache),
         contextlib.ExitStack() as locks,
     ):
-        for group, data in _groups(plans, options, device):
+        finished = _finished(plans, options) if options.resume and world == 1 else {}
+        runs = dict(finished)
+        waiting = [number for number in range(len(plans)) if number not in finished]
+        for group, data in _groups(plans, waiting, options, device):
             lanes = [
                 Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
                 for n in group
             ]
             if not begun:
                 with _together():
-                    runs = _begin(plans, lanes[0], options, locks) if rank == 0 else {}
+                    if rank == 0:
+                        runs |= _begin(plans, waiting, lanes[0], options, locks)
                 begun = True
             for lane, number in zip(lanes, group, strict=True):
                 _restore(lane, runs.get(number))
@@ -78,8 +82,29 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
     return [runs[number] for number in sorted(runs)]
 
 
+def _finished(plans: Sequence[Plan], options: Options) -> dict[int, RunFolder]:
+    """Finished runs, which need neither data nor a network; without those that look damaged."""
+    found = {}
+    for number, plan in enumerate(plans):
+        if plan.recipe.data.startswith("imagefolder:"):
+            continue  # the images may have changed
+        folder = options.out / plan.name / str(plan.seed)
+        with contextlib.suppress(InputError, OSError):  # reported when the run is resumed
+            run = RunFolder(folder)
+            if run.recipe != plan.recipe or not summary(run).finished:
+                continue
+            state = run.load(lambda state: state["epoch"])  # an exported record has none
+            if state is None or state["epoch"] == plan.recipe.epochs:
+                found[number] = run
+    return found
+
+
 def _begin(
-    plans: Sequence[Plan], lane: Lane, options: Options, locks: contextlib.ExitStack
+    plans: Sequence[Plan],
+    waiting: Sequence[int],
+    lane: Lane,
+    options: Options,
+    locks: contextlib.ExitStack,
 ) -> dict[int, RunFolder]:
     """Create and lock the run folders; an input error leaves no folders behind."""
     _require_fit(lane)
@@ -88,13 +113,13 @@ def _begin(
     runs = {
         number: RunFolder.create(
             options.out,
-            plan.name,
-            plan.recipe,
-            plan.seed,
+            plans[number].name,
+            plans[number].recipe,
+            plans[number].seed,
             device=lane.device,
             resume=options.resume,
         )
-        for number, plan in enumerate(plans)
+        for number in waiting
     }
     for run in runs.values():
         locks.enter_context(run.lock())
@@ -232,7 +257,7 @@ def _train_side_by_side(
                     writer.add_scalar(key, value, epoch)
         if save:
             saved = time.monotonic()
-        if time_up:
+        if time_up and epoch + 1 < until:
             break
     for writer in writers:
         if writer is not None:
@@ -300,10 +325,9 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
 
 
 def _groups(
-    plans: Sequence[Plan], options: Options, device: torch.device
+    plans: Sequence[Plan], waiting: list[int], options: Options, device: torch.device
 ) -> Iterator[tuple[list[int], ImageArrays | FolderImages]]:
     """Indices of the plans that train side by side, with their data; one data set at a time."""
-    waiting = list(range(len(plans)))
     while waiting:
         first = plans[waiting[0]].recipe
         data = load_images(first, options)
