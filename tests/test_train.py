@@ -1,5 +1,6 @@
 """The training loop: exact resume after a kill, and error messages."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -302,6 +303,55 @@ def test_a_checkpoint_is_no_larger_than_the_state(method: str, tmp_path: Path) -
     statistics = 4 * 100 * 64 * (64 + 1) if method == "isda" else 0
     size = (run.folder / "checkpoint.pt").stat().st_size
     assert size == pytest.approx(2 * 4 * parameters + statistics, rel=0.025)
+
+
+FEW = replace(RECIPE, images_per_class=7, hold_out=0, batch_size=35, epochs=2)
+
+
+def test_runs_in_processes_equal_runs_in_one(options: Options) -> None:
+    """Every seed draws its own images; stopped by the time limit at first."""
+    plans = [Plan("few", FEW, seed) for seed in (3, 4, 5)]
+    expected = train(plans, replace(options, device="cpu", out=options.out / "one"))
+    options = replace(options, device="cpu", processes=2, out=options.out / "many")
+    with pytest.raises(TimeUp, match=r"time limit of .* min reached, 0 of \d runs? finished"):
+        train(plans, replace(options, minutes=1e-6))
+    found = train(plans, replace(options, resume=True))
+    assert_same_runs(found, expected)
+    assert [run.seed for run in found] == [3, 4, 5]
+    assert checkpoint(found[0])["data"] == [70, 1797 - 70, 10]
+    with pytest.raises(InputError, match="already holds a run"):
+        train(plans, options)
+    wrong = [replace(plan, name="wrong", recipe=replace(FEW, network="resnet9")) for plan in plans]
+    with pytest.raises(InputError, match="unknown network 'resnet9'"):
+        train(wrong, options)
+
+
+def leave_processes(options: Options) -> None:
+    train([Plan("long", replace(FEW, epochs=10_000), seed) for seed in (0, 1)], options)
+
+
+def test_processes_end_with_the_command(options: Options) -> None:
+    options = replace(options, device="cpu", processes=2)
+    process = multiprocessing.get_context("spawn").Process(target=leave_processes, args=(options,))
+    process.start()
+    folders = [options.out / "long" / str(seed) for seed in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all((folder / "checkpoint.pt").exists() for folder in folders):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+    for folder in folders:
+        while True:  # until the lock is free
+            with contextlib.suppress(InputError), RunFolder(folder).lock():
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_images_drawn_by_the_seed_are_held_out_first(options: Options) -> None:
+    (run,) = train([Plan("held", replace(FEW, hold_out=100, epochs=1), 0)], options)
+    assert checkpoint(run)["data"] == [70, 100, 10]
 
 
 def test_runs_that_lag_behind_catch_up(

@@ -2,11 +2,14 @@
 
 import math
 import time
+from collections.abc import Collection
 
 from isda import distributed
+from isda.experiments.errors import TimeUp
+from isda.experiments.records import Run, summary
 from isda.experiments.settings import Options
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "time_up"]
 
 
 class Deadline:
@@ -26,3 +29,10 @@ class Deadline:
             return False
         up = time.monotonic() + needed > self._end
         return bool(distributed.agree(0, up, None)[1])
+
+
+def time_up(runs: Collection[Run], options: Options) -> TimeUp:
+    """Error that says how many of the runs are finished."""
+    done = sum(summary(run).finished for run in runs)
+    number = f"{done} of {len(runs)} run{'s' * (len(runs) != 1)}"
+    return TimeUp(f"time limit of {options.minutes:g} min reached, {number} finished")

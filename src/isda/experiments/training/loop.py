@@ -20,12 +20,13 @@ from tqdm import tqdm
 from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError, RunError, TimeUp, as_input_error
+from isda.experiments.errors import InputError, RunError, as_input_error
 from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
-from isda.experiments.training.deadline import Deadline
+from isda.experiments.training.deadline import Deadline, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.run_folder import RunFolder, require_free
 from isda.experiments.training.side_by_side import SideBySide
 
@@ -41,10 +42,17 @@ class Plan:
     seed: int
 
 
-def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFolder]:
+def train(
+    plans: Sequence[Plan], options: Options | None = None, *, progress: bool = True
+) -> list[RunFolder]:
     """Train all plans and return their runs in the same order.
 
     Under ``torchrun`` all processes train every run together; only rank 0 writes and returns runs.
+
+    Args:
+        plans: runs to train.
+        options: how to run the training.
+        progress: show a progress bar.
 
     Raises:
         TimeUp: the time limit of the options ended before the runs; their checkpoints are written.
@@ -60,12 +68,21 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
         keep_compiled_code(options.compile_cache),
         contextlib.ExitStack() as locks,
     ):
+        if options.processes > 1 and device.type == "cpu" and world == 1 and len(plans) > 1:
+            return train_in_processes(plans, options)
         finished = _finished(plans, options) if options.resume and world == 1 else {}
         runs = dict(finished)
         waiting = [number for number in range(len(plans)) if number not in finished]
         for group, data in _groups(plans, waiting, options, device):
             lanes = [
-                Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
+                Lane(
+                    plans[n].recipe,
+                    plans[n].seed,
+                    _own_images(data, plans[n]),
+                    device,
+                    rank=rank,
+                    world=world,
+                )
                 for n in group
             ]
             if not begun:
@@ -76,9 +93,10 @@ def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFold
             for lane, number in zip(lanes, group, strict=True):
                 _restore(lane, runs.get(number))
             if deadline.is_up(_epoch_seconds(plans, group, runs)) and _unfinished(lanes):
-                raise _time_up(runs, options)
-            if not _train_together(lanes, [runs.get(n) for n in group], options, deadline):
-                raise _time_up(runs, options)
+                raise time_up(runs.values(), options)
+            grouped = [runs.get(n) for n in group]
+            if not _train_together(lanes, grouped, options, deadline, progress=progress):
+                raise time_up(runs.values(), options)
     return [runs[number] for number in sorted(runs)]
 
 
@@ -181,6 +199,20 @@ def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
     return data.hold_out(recipe.hold_out) if recipe.hold_out else data
 
 
+def _own_images(data: ImageArrays | FolderImages, plan: Plan) -> ImageArrays | FolderImages:
+    """The images of a run: those drawn by its seed, if the recipe asks for it."""
+    recipe = plan.recipe
+    if not recipe.images_per_class:
+        return data
+    if not isinstance(data, ImageArrays):
+        raise InputError(
+            f"images_per_class must be 0 for {recipe.data}, whose images are files, "
+            f"got {recipe.images_per_class}"
+        )
+    rest = recipe.data == "digits" and not recipe.hold_out
+    return data.draw(recipe.images_per_class, seed=plan.seed, test_on_rest=rest)
+
+
 def _unfinished(lanes: Sequence[Lane]) -> list[Lane]:
     return [lane for lane in lanes if lane.epoch < lane.recipe.epochs]
 
@@ -193,14 +225,13 @@ def _epoch_seconds(plans: Sequence[Plan], group: list[int], runs: dict[int, RunF
     return max(last, default=0.0) * len(group)
 
 
-def _time_up(runs: dict[int, RunFolder], options: Options) -> TimeUp:
-    done = sum(summary(run).finished for run in runs.values())
-    number = f"{done} of {len(runs)} run{'s' * (len(runs) != 1)}"
-    return TimeUp(f"time limit of {options.minutes:g} min reached, {number} finished")
-
-
 def _train_together(
-    lanes: list[Lane], runs: Sequence[RunFolder | None], options: Options, deadline: Deadline
+    lanes: list[Lane],
+    runs: Sequence[RunFolder | None],
+    options: Options,
+    deadline: Deadline,
+    *,
+    progress: bool,
 ) -> bool:
     """Train lanes to their last epoch; after a kill, lanes that are behind catch up first.
 
@@ -212,7 +243,7 @@ def _train_together(
         together = [lane for lane in unfinished if lane.epoch == first]
         until = min(lane.epoch if lane.epoch > first else lane.recipe.epochs for lane in unfinished)
         with_runs = [by_lane[id(lane)] for lane in together]
-        if _train_side_by_side(together, with_runs, until, options, deadline):
+        if _train_side_by_side(together, with_runs, until, options, deadline, progress=progress):
             return not _unfinished(lanes)
     return True
 
@@ -223,13 +254,15 @@ def _train_side_by_side(
     until: int,
     options: Options,
     deadline: Deadline,
+    *,
+    progress: bool,
 ) -> bool:
     """Train lanes until an epoch; returns whether the time limit is reached."""
     on_gpu = lanes[0].device.type == "cuda"
     runner = SideBySide(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
     writers = [_writer(run, options, lanes[0].epoch) for run in runs]
-    saved, time_up = time.monotonic(), False
-    for epoch in _progress(lanes, until, show=runs[0] is not None):
+    saved, stopped = time.monotonic(), False
+    for epoch in _progress(lanes, until, show=progress and runs[0] is not None):
         began = time.perf_counter()
         try:
             runner.train_epoch()
@@ -242,8 +275,8 @@ def _train_side_by_side(
         for lane, run, result in zip(lanes, runs, results, strict=True):
             _require_finite(lane, run, result)
             lane.epoch = epoch + 1
-        time_up = deadline.is_up(time.perf_counter() - began)
-        last = time_up or epoch + 1 == until
+        stopped = deadline.is_up(time.perf_counter() - began)
+        last = stopped or epoch + 1 == until
         save = last or time.monotonic() - saved > options.checkpoint_seconds
         for lane, run, result, writer in zip(lanes, runs, results, writers, strict=True):
             metrics = _metrics(lane, epoch, result, seconds, len(lanes))
@@ -257,12 +290,12 @@ def _train_side_by_side(
                     writer.add_scalar(key, value, epoch)
         if save:
             saved = time.monotonic()
-        if time_up and epoch + 1 < until:
+        if stopped and epoch + 1 < until:
             break
     for writer in writers:
         if writer is not None:
             writer.close()
-    return time_up
+    return stopped
 
 
 def _metrics(
@@ -343,7 +376,8 @@ def _groups(
 
 
 def _same_steps(one: Recipe, other: Recipe) -> bool:
-    fields = ("data", "hold_out", "image_size", "epochs", "batch_size", "network")
+    fields = ("data", "hold_out", "image_size", "epochs", "batch_size", "network",
+              "images_per_class")  # fmt: skip
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 
