@@ -9,7 +9,7 @@ SCALE ?= 20
 .PHONY: help demo test chaos lint format docs clean
 
 help:
-	@echo "make demo    train CE and ISDA on the bundled digits and compare them"
+	@echo "make demo    train CE and ISDA on the bundled digits and compare them: a minute"
 	@echo "make test    ruff, mypy and the whole test suite"
 	@echo "make chaos   damage files and kill processes at random; SEED and SCALE repeat or lengthen it"
 	@echo "make lint    ruff and mypy alone"
@@ -23,7 +23,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/installed
-	$(BIN)/isda compare --out runs/demo --resume
+	@echo "Cross entropy and ISDA on the bundled digits, ResNet-8, ten seeds, about a minute on two cores."
+	@echo "Ten training images per class, because with all of them cross entropy has less than 1 % error"
+	@echo "and the difference is that of a few images. Every seed draws its own training images; all"
+	@echo "others are test images. Dropout 0.3, 25 epochs, lambda_0 = 1. Batches of 10, so that no batch"
+	@echo "is smaller than the others: batch norm on a few images would harm cross entropy."
+	$(BIN)/isda compare --images-per-class 10 --batch-size 10 --epochs 25 --drop-rate 0.3 --lambda-0 1 \
+		--seeds 0 1 2 3 4 5 6 7 8 9 --device cpu --processes 2 --out runs/demo --resume
 
 lint: $(VENV)/installed
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ import html
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from PIL import Image
 
 from isda import __version__
 from isda.experiments.arguments import TrainArguments, _one_line, parse_recipe
-from isda.experiments.cli import main
+from isda.experiments.cli import TIME_UP, main
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import RECIPES, run_name
@@ -94,6 +95,7 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
         (["train", "--network", "timm:resnet18.no"], "timm:resnet18.no cannot be built: "),
         (["train", "--hold-out", "1430"], "hold_out must leave training images of every class"),
         (["train", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["train", "--minutes", "0"], "minutes must be > 0, got 0.0"),
         (["train", "--side-by-side", "-2"], "side_by_side must be >= 0, got -2"),
         (["compare", "--data", "imagefolder:nowhere"], "nowhere does not exist"),
         (["compare", "--data", "imagefolder:"], "imagefolder needs a path"),
@@ -212,6 +214,15 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert main(["train"]) == 130
     printed = capsys.readouterr().err
     assert printed == "isda: interrupted; --resume continues from the last checkpoint\n"
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "search"])
+def test_time_limit(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [command, *QUICK, "--device", "cpu", "--out", "my runs", "--minutes", "1e-5"]
+    assert main(words) == TIME_UP == 75
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("isda: time limit of 1e-05 min reached, 0 of ")
+    assert error.endswith(f"continue with: {shlex.join(['isda', *words, '--resume'])}")
 
 
 def test_invalid_path(refused: Callable[..., str]) -> None:

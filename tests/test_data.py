@@ -564,3 +564,47 @@ def test_image_that_fails_while_training(workers: int, photos: Path) -> None:
         with pytest.warns(UserWarning, match="skipped 1 of 28 images"):
             found = load_data("imagenet", root=photos, skip_unreadable=True)
         assert len(found.train_files) == 20
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_draw_of_images_per_class(rest: bool) -> None:
+    """The same number of every class, by seed; no image is in both sets."""
+    digits = load_data("digits")
+    assert isinstance(digits, ImageArrays)
+    every = torch.cat((digits.train_images, digits.test_images)).flatten(1)
+    drawn = [digits.draw(10, seed=seed, test_on_rest=rest) for seed in (0, 0, 1)]
+    for one in drawn:
+        assert torch.bincount(one.train_target).tolist() == [10] * 10
+        images = torch.cat((one.train_images, one.test_images)).flatten(1)
+        if rest:
+            assert torch.equal(images.unique(dim=0), every.unique(dim=0))
+            assert len(images) == len(every)
+        else:
+            assert one.test_images is digits.test_images
+    assert torch.equal(drawn[0].train_images, drawn[1].train_images)
+    assert not torch.equal(drawn[0].train_images, drawn[2].train_images)
+    pool = (digits.train_images, digits.train_target)
+    if rest:
+        pool = tuple(
+            map(torch.cat, zip(pool, (digits.test_images, digits.test_target), strict=True))
+        )
+    least = int(torch.bincount(pool[1]).min())
+    largest = least - rest  # every class needs a test image
+    assert len(digits.draw(largest, seed=0, test_on_rest=rest).train_target) == 10 * largest
+    for wrong in (0, largest + 1):
+        with pytest.raises(InputError, match=f"must be between 1 and {largest} for digits, got"):
+            digits.draw(wrong, seed=0, test_on_rest=rest)
+
+
+def test_images_keep_their_targets_in_a_draw() -> None:
+    digits = load_data("digits")
+    assert isinstance(digits, ImageArrays)
+    drawn = digits.draw(3, seed=5, test_on_rest=True)
+    target = {image.numpy().tobytes(): int(label) for images, labels in (
+        (digits.train_images, digits.train_target), (digits.test_images, digits.test_target),
+    ) for image, label in zip(images, labels, strict=True)}  # fmt: skip
+    for images, labels in (
+        (drawn.train_images, drawn.train_target), (drawn.test_images, drawn.test_target)
+    ):  # fmt: skip
+        for image, label in zip(images, labels, strict=True):
+            assert target[image.numpy().tobytes()] == label

@@ -8,8 +8,9 @@ import io
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -103,7 +104,13 @@ def scaled(data: ImageArrays, images: Tensor) -> Tensor:
 def fed_images(lane: Lane) -> list[Tensor]:
     """List to which every step appends the input of its network."""
     batches: list[Tensor] = []
-    lane._model.register_forward_pre_hook(lambda _, inputs: batches.append(inputs[0].clone()))
+    model = lane._model
+
+    def recorded(images: Tensor) -> tuple[Tensor, Tensor]:
+        batches.append(images.clone())
+        return model(images)
+
+    lane._model = recorded
     return batches
 
 
@@ -448,6 +455,41 @@ def test_side_by_side_equals_alone(data: ImageArrays, device: torch.device) -> N
     for number, (lane, expected) in enumerate(alone):
         assert [row[number] for row in results] == expected
         assert_same_bits(values(lane), values(together[number]))
+
+
+@pytest.mark.parametrize("network", ["resnet8", "wide_resnet16_8", "shake_shake26_2x32d"])
+def test_lanes_share_compiled_code(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compilation per batch size for all lanes, losses and epochs; the numbers are the same."""
+    cpu = torch.device("cpu")
+    graphs: list[int] = []
+    compile_ = torch.compile
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def counting(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
+        return compile_(function, dynamic=False, fullgraph=True, backend=backend)
+
+    rate = 0.3 if network != "shake_shake26_2x32d" else 0.0
+    recipe = replace(
+        RECIPE, network=network, drop_rate=rate, augment=("crop", "flip"), batch_size=3
+    )
+    recipes = [recipe, recipe.baseline(), recipe]
+    images = tiny_arrays(3, 8, cpu)  # five: batches of three and two
+    expected = [Lane(recipe, seed, images, cpu) for seed, recipe in enumerate(recipes)]
+    results = train(expected, 2)
+    torch.compiler.reset()
+    lane_module._compile.cache_clear()
+    monkeypatch.setattr(torch, "compile", counting)
+    monkeypatch.setattr(Lane, "_compiled", True)
+    lanes = [Lane(recipe, seed, images, cpu) for seed, recipe in enumerate(recipes)]
+    assert train(lanes, 2) == results
+    for one, other in zip(lanes, expected, strict=True):
+        assert_same_bits(values(one), values(other))
+    assert len(graphs) == 2 * len({*lanes[0].batch_sizes()})  # batch and network
+    lane_module._compile.cache_clear()
+    torch.compiler.reset()
 
 
 def test_evaluation_in_several_batches(

@@ -135,6 +135,7 @@ def test_ramps(ramp):
         ("schedule", "linear", "schedule must be one of step, cosine, got 'linear'"),
         ("data", "", "data must be non-empty"),
         ("hold_out", -1, "hold_out must be >= 0"),
+        ("images_per_class", -1, "images_per_class must be >= 0"),
     ],
 )
 def test_refused_values(field, value, message):

@@ -1,5 +1,6 @@
 """The training loop: exact resume after a kill, and error messages."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -26,14 +27,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
-from isda.experiments.errors import InputError, RunError
+from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.networks import create_network
+from isda.experiments.recipes import get_recipe
 from isda.experiments.records import Run, export, summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop, run_folder
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder
+from isda.experiments.training.step_cost import random_images
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
 
@@ -136,10 +139,10 @@ def die_before_saving(number: int) -> None:
     """The metrics of an epoch are written, but not its checkpoint."""
     calls, save = itertools.count(), RunFolder.save
 
-    def counted(run: RunFolder, state: dict[str, Any]) -> None:
+    def counted(run: RunFolder, state: dict[str, Any], **options: bool) -> None:
         if next(calls) == number:
             die()
-        save(run, state)
+        save(run, state, **options)
 
     RunFolder.save = counted
 
@@ -240,6 +243,115 @@ def test_killed_again_and_again_from_outside(options: Options, uninterrupted: li
         process.join(60)
         assert process.exitcode in (-signal.SIGKILL, 0)
     assert_same_runs(train(PLANS, resuming), uninterrupted)
+
+
+class Clock:
+    """A clock that an epoch moves on by ten seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        train_epoch = loop.SideBySide.train_epoch
+
+        def slow(runner: loop.SideBySide) -> None:
+            train_epoch(runner)
+            self.now += 10
+
+        monkeypatch.setattr(loop.SideBySide, "train_epoch", slow)
+        for name in ("monotonic", "perf_counter"):
+            monkeypatch.setattr(time, name, lambda: self.now)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_stopped_by_the_time_limit_and_resumed(
+    width: int, options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """29 s are enough for two epochs of 10 s; the checkpoints are written although none is due."""
+    monkeypatch.setattr(loop, "_side_by_side", lambda *_: width)
+    clock = Clock(monkeypatch)
+
+    def limited(seconds: float) -> Options:  # created at the call, so the time counts from now
+        return replace(options, checkpoint_seconds=1e9, minutes=seconds / 60, resume=True)
+
+    for done in ([2, 0], [4, 0]) if width == 1 else ([2, 2],):
+        began = clock.now
+        with pytest.raises(TimeUp, match=r"time limit of .* min reached, \d of 2 runs finished"):
+            train(PLANS, limited(29))
+        assert clock.now - began == 20
+        runs = [RunFolder(options.out / "one" / str(seed)) for seed in (0, 1)]
+        assert [summary(run).epochs for run in runs] == done
+        assert [(run.load() or {"epoch": 0})["epoch"] for run in runs] == done
+    with pytest.raises(TimeUp, match=r"\d of 2 runs"):  # less time than an epoch takes
+        train(PLANS, limited(9.9))
+    assert [summary(run).epochs for run in runs] == done
+    options = replace(options, out=options.out.rename(options.out.with_name("moved")))
+    assert {path.name for path in options.out.rglob("*.pt")} == {"checkpoint.pt"}  # one state
+    resumed = train(PLANS, limited(40))  # exactly enough, and nothing is left to do
+    assert_same_runs(resumed, uninterrupted, without=(*TIMES, "side_by_side"))
+    assert train(PLANS, limited(1e-6))
+
+
+@pytest.mark.parametrize("method", ["ce", "isda"])
+def test_a_checkpoint_is_no_larger_than_the_state(method: str, tmp_path: Path) -> None:
+    """ResNet-110: weights and momentum, 4 bytes each, running means and variances, statistics."""
+    recipe = get_recipe(f"cifar100-resnet110-{method}")
+    cpu = torch.device("cpu")
+    data = random_images(2, num_classes=100, shape=(3, 32, 32), device=cpu)
+    lane = Lane(recipe, 0, data, cpu)
+    run = RunFolder.create(tmp_path, "size", recipe, 0)
+    run.save(lane.state_dict(), last=True)
+    parameters = sum(parameter.numel() for parameter in lane.parameters)
+    statistics = 4 * 100 * 64 * (64 + 1) if method == "isda" else 0
+    size = (run.folder / "checkpoint.pt").stat().st_size
+    assert size == pytest.approx(2 * 4 * parameters + statistics, rel=0.025)
+
+
+FEW = replace(RECIPE, images_per_class=7, hold_out=0, batch_size=35, epochs=2)
+
+
+def test_runs_in_processes_equal_runs_in_one(options: Options) -> None:
+    """Every seed draws its own images; stopped by the time limit at first."""
+    plans = [Plan("few", FEW, seed) for seed in (3, 4, 5)]
+    expected = train(plans, replace(options, device="cpu", out=options.out / "one"))
+    options = replace(options, device="cpu", processes=2, out=options.out / "many")
+    with pytest.raises(TimeUp, match=r"time limit of .* min reached, 0 of \d runs? finished"):
+        train(plans, replace(options, minutes=1e-6))
+    found = train(plans, replace(options, resume=True))
+    assert_same_runs(found, expected)
+    assert [run.seed for run in found] == [3, 4, 5]
+    assert checkpoint(found[0])["data"] == [70, 1797 - 70, 10]
+    with pytest.raises(InputError, match="already holds a run"):
+        train(plans, options)
+    wrong = [replace(plan, name="wrong", recipe=replace(FEW, network="resnet9")) for plan in plans]
+    with pytest.raises(InputError, match="unknown network 'resnet9'"):
+        train(wrong, options)
+
+
+def leave_processes(options: Options) -> None:
+    train([Plan("long", replace(FEW, epochs=10_000), seed) for seed in (0, 1)], options)
+
+
+def test_processes_end_with_the_command(options: Options) -> None:
+    options = replace(options, device="cpu", processes=2)
+    process = multiprocessing.get_context("spawn").Process(target=leave_processes, args=(options,))
+    process.start()
+    folders = [options.out / "long" / str(seed) for seed in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all((folder / "checkpoint.pt").exists() for folder in folders):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.join()
+    for folder in folders:
+        while True:  # until the lock is free
+            with contextlib.suppress(InputError), RunFolder(folder).lock():
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_images_drawn_by_the_seed_are_held_out_first(options: Options) -> None:
+    (run,) = train([Plan("held", replace(FEW, hold_out=100, epochs=1), 0)], options)
+    assert checkpoint(run)["data"] == [70, 100, 10]
 
 
 def test_runs_that_lag_behind_catch_up(

@@ -21,6 +21,7 @@ from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
 __all__ = [
     "CostArguments",
     "ListArguments",
+    "QueueArguments",
     "ReportArguments",
     "SearchArguments",
     "TableArguments",
@@ -106,13 +107,27 @@ class TableArguments:
                 flags += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
         for option in fields(Options):
             value, flag = getattr(self.options, option.name), option.name.replace("_", "-")
-            if value == option.default:
+            if value == option.default or not option.compare:
                 continue
             if isinstance(value, bool):
                 flags.append(f"--{flag}" if value else f"--no-{flag}")
             else:
                 flags += [f"--{flag}", str(value)]
         return flags
+
+
+@dataclass(frozen=True)
+class QueueArguments:
+    """Arguments of ``isda queue``."""
+
+    file: tyro.conf.Positional[Path]
+    """Text file with one command per line: train, compare, search or table."""
+
+    results: Path = Path("results")
+    """Folder of run records: runs that it has finished are skipped."""
+
+    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
+    """How to run the training; options in a line take precedence. Runs are always resumed."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The command line: ``isda train | compare | search | table | report | cost | list``.
+"""The command line: ``isda train | compare | search | table | queue | report | cost | list``.
 
 Every command imports what it needs when it runs: printing a table does not import the training
 code.
@@ -12,16 +12,22 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from isda._version import __version__
-from isda.experiments.errors import InputError, unknown
-from isda.experiments.recipes import DEFAULT, baseline_of, get_recipe, run_name
+from isda.experiments.errors import InputError, TimeUp, unknown
+from isda.experiments.recipes import DEFAULT
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
 from isda.experiments.settings import require_seeds
 
-__all__ = ["main", "run"]
+__all__ = ["TIME_UP", "main", "run"]
+
+TIME_UP = 75
+"""Exit code when ``--minutes`` are up before all runs are finished (EX_TEMPFAIL: try again)."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command; an input error prints one line to stderr and returns exit code 2."""
+    """Run a command and return its exit code.
+
+    An input error prints one line to stderr and returns 2; a time limit returns ``TIME_UP``.
+    """
     words = list(sys.argv[1:] if words is None else words)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -39,6 +45,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2
+    except TimeUp as error:
+        resume = [] if words[0] == "queue" or "--resume" in words else ["--resume"]
+        command = shlex.join(["isda", *words, *resume])
+        print(f"isda: {error}; continue with: {command}", file=sys.stderr)
+        return TIME_UP
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -66,44 +77,30 @@ def run(command: str, words: list[str]) -> None:
 
 def _train(words: list[str]) -> None:
     """Train a recipe, one run per seed."""
-    from isda.experiments.arguments import TrainArguments, parse_recipe
-    from isda.experiments.training.loop import Plan, train
+    from isda.experiments.plans import plan_train
+    from isda.experiments.training.loop import train
 
-    given, start, start_name = parse_recipe(
-        TrainArguments, "train", words, description=_description("train")
-    )
-    name = run_name(given.recipe, start, start_name)
-    for one in train([Plan(name, given.recipe, seed) for seed in given.seeds], given.options):
+    planned = plan_train(words, description=_description("train"))
+    for one in train(planned.plans(), planned.options):
         result = summary(one)
-        split = "validation" if given.recipe.hold_out else "test"
+        split = "validation" if one.recipe.hold_out else "test"
         print(f"{one.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
 
 
 def _compare(words: list[str]) -> None:
     """Train with cross entropy and with ISDA, and compare over seeds."""
-    from isda.experiments.arguments import TrainArguments, parse_recipe
+    from isda.experiments.plans import plan_compare
     from isda.experiments.report.comparison import comparison, comparison_table
-    from isda.experiments.training.loop import Plan, train
+    from isda.experiments.training.loop import train
 
-    given, start, start_name = parse_recipe(
-        TrainArguments, "compare", words, description=_description("compare"), seeds=(0, 1, 2)
-    )
-    recipe = given.recipe
-    if recipe.method != "isda":
-        raise InputError(f"method must be isda to compare it with ce, got {recipe.method!r}")
-    baseline_name = baseline_of(start_name) if start_name else None
-    sides = {
-        run_name(recipe.baseline(), start.baseline(), baseline_name): recipe.baseline(),
-        run_name(recipe, start, start_name): recipe,
-    }
-    plans = [Plan(name, side, seed) for name, side in sides.items() for seed in given.seeds]
-    runs = train(plans, given.options)
+    planned = plan_compare(words, description=_description("compare"))
+    runs = train(planned.plans(), planned.options)
     if not runs:
         return  # only rank 0 has the records
     from isda.experiments.report.pages import write_comparison_page  # imports matplotlib
 
-    result = comparison(runs, *sides)
-    page = given.options.out / f"{result.method.name}.html"
+    result = comparison(runs, *planned.recipes)
+    page = planned.options.out / f"{result.method.name}.html"
     write_comparison_page(page, result)
     print(f"{comparison_table(result)}\n{page}")
 
@@ -148,23 +145,27 @@ def _table(words: list[str]) -> None:
         sides, left_out = create_sides([] if folder is None else load_runs(folder))
         print("\n\n".join([section(table, sides), *map(left_out_line, left_out.values())]))
         return
-    if given.results is not None:
-        raise InputError("--results does not go with --cell; --out is the folder of its runs")
-    recipes = cell_recipes(given.table, given.cell)
-    require_seeds("seeds", given.seeds)
     if given.dry_run:
-        for name in recipes:
+        require_seeds("seeds", given.seeds)
+        for name in cell_recipes(given.table, given.cell):
             print(shlex.join(["isda", "train", name, *given.train_flags()]))
         return
-    from isda.experiments.training.loop import Plan, train
+    from isda.experiments.plans import plan_cell
+    from isda.experiments.training.loop import train
 
-    changed = {name: given.change(get_recipe(name)) for name in recipes}
-    names = {name: run_name(recipe, get_recipe(name), name) for name, recipe in changed.items()}
-    plans = [Plan(names[name], recipe, seed) for name, recipe in changed.items()
-             for seed in given.seeds]  # fmt: skip
-    runs = train(plans, given.options)
+    planned = plan_cell(given)
+    runs = train(planned.plans(), planned.options)
     if runs:  # only rank 0 has the records
+        names = dict(zip(cell_recipes(given.table, given.cell), planned.recipes, strict=True))
         print(cell_results(table, given.cell, names, runs))
+
+
+def _queue(words: list[str]) -> None:
+    """Train what a file of commands needs, line by line, and skip what is finished."""
+    from isda.experiments.arguments import QueueArguments, parse
+    from isda.experiments.queue import work_through
+
+    work_through(parse(QueueArguments, "queue", words, description=_description("queue")))
 
 
 def _report(words: list[str]) -> None:
@@ -232,6 +233,7 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "compare": _compare,
     "search": _search,
     "table": _table,
+    "queue": _queue,
     "report": _report,
     "cost": _cost,
     "list": _list,

@@ -4,7 +4,7 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
-__all__ = ["InputError", "RunError", "as_input_error", "unknown"]
+__all__ = ["InputError", "RunError", "TimeUp", "as_input_error", "unknown"]
 
 
 class InputError(ValueError):
@@ -13,6 +13,10 @@ class InputError(ValueError):
 
 class RunError(InputError):
     """A run that cannot continue, or a file that cannot be written."""
+
+
+class TimeUp(Exception):
+    """The time limit of a command ended before its runs; their checkpoints are written."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:

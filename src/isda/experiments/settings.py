@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -97,6 +98,10 @@ class Recipe:
     ema: float = 0.0
     """Decay of an exponential moving average of the weights to evaluate; 0: off."""
 
+    images_per_class: int = 0
+    """Training images per class, drawn by the seed; 0: all. For digits, which have no test set of
+    their own, all other images are test images."""
+
     hold_out: int = 0
     """Number of training images to hold out and evaluate instead of the test set."""
 
@@ -114,7 +119,7 @@ class Recipe:
             object.__setattr__(self, "data", f"{kind}:{PurePath(path)}")
         for field in ("epochs", "batch_size", "image_size"):
             _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
-        for field in ("weight_decay", "cosine_offset", "lambda_0", "hold_out"):
+        for field in ("weight_decay", "cosine_offset", "lambda_0", "images_per_class", "hold_out"):
             value = getattr(self, field)
             _require(0 <= value < math.inf, field, value, ">= 0")
         for field in ("momentum", "noise_rate", "drop_rate", "ema"):
@@ -238,8 +243,15 @@ class Options:
     side_by_side: int = 0
     """Runs to train at the same time on a GPU; 0 chooses 1 to 6 by the size of the network."""
 
+    processes: int = 1
+    """Processes that train runs at the same time on a CPU, each with one thread."""
+
     capture: bool = True
     """Capture training steps in CUDA graphs on a GPU."""
+
+    compile_cache: Path | None = None
+    """Folder for compiled code, to be used again by later commands, on another machine, too; None:
+    the usual folder of torch.compile for temporary files."""
 
     deterministic: bool = False
     """Use deterministic GPU kernels: bitwise reproducible, but slower."""
@@ -247,13 +259,25 @@ class Options:
     checkpoint_seconds: float = 60.0
     """Minimum time between checkpoints; the last epoch always writes one."""
 
+    minutes: float | None = None
+    """Time limit, counted from the start of the command: when it is up, write checkpoints and exit
+    with code 75. No epoch is started that would take longer than the time left."""
+
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
+
+    started_at: float = dataclasses.field(
+        init=False, compare=False, default_factory=lambda: time.monotonic()
+    )
+    """Start of the time limit: when the options were created, by ``time.monotonic``."""
 
     def __post_init__(self) -> None:
         _require(self.side_by_side >= 0, "side_by_side", self.side_by_side, ">= 0")
         seconds = self.checkpoint_seconds
         _require(seconds >= 0, "checkpoint_seconds", seconds, ">= 0")
+        _require(self.processes >= 1, "processes", self.processes, ">= 1")
+        limit = self.minutes
+        _require(limit is None or 0 < limit < math.inf, "minutes", limit, "> 0")
         _require(self.workers is None or self.workers >= 0, "workers", self.workers, ">= 0")
 
 

@@ -92,6 +92,38 @@ class ImageArrays:
             test_target=self.train_target[held],
         )
 
+    def draw(self, images_per_class: int, *, seed: int, test_on_rest: bool) -> "ImageArrays":
+        """Random training images, the same number of each class, which depend only on ``seed``.
+
+        Args:
+            images_per_class: number of training images of each class.
+            seed: seed of the draw.
+            test_on_rest: draw from all images, and use all others as test images; otherwise draw
+                from the training images and keep the test images.
+        """
+        images, target = self.train_images, self.train_target
+        if test_on_rest:
+            images = torch.cat((images, self.test_images))
+            target = torch.cat((target, self.test_target))
+        count = int(torch.bincount(target, minlength=self.num_classes).min())
+        if not 0 < images_per_class <= count - test_on_rest:
+            raise InputError(
+                f"images_per_class must be between 1 and {count - test_on_rest} for {self.name}, "
+                f"got {images_per_class}"
+            )
+        order = counter_rng.permutation(len(target), counter_rng.key(seed, _DRAW)).to(target.device)
+        order = order[target[order].argsort(stable=True)]  # by class, random within a class
+        first = torch.searchsorted(target[order], target[order])  # place of its class
+        drawn = torch.arange(len(target), device=target.device) - first < images_per_class
+        kept, rest = order[drawn].sort().values, order[~drawn].sort().values
+        return replace(
+            self,
+            train_images=images[kept],
+            train_target=target[kept],
+            test_images=images[rest] if test_on_rest else self.test_images,
+            test_target=target[rest] if test_on_rest else self.test_target,
+        )
+
 
 def load_data(
     spec: str,
@@ -200,7 +232,7 @@ def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor
     return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
 
 
-_SPLIT = 0x5D  # part of the key
+_SPLIT, _DRAW = 0x5D, 0xD7  # parts of the keys
 
 
 def _channels(values: Sequence[float], images: Tensor) -> Tensor:

@@ -3,14 +3,16 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from isda.experiments.errors import InputError
+from isda.experiments.files import writing
 from isda.experiments.settings import Options
 
-__all__ = ["choose_kernels", "join_processes"]
+__all__ = ["choose_kernels", "join_processes", "keep_compiled_code"]
 
 
 @contextlib.contextmanager
@@ -46,6 +48,37 @@ def join_processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
         yield device, dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def keep_compiled_code(folder: Path | None) -> Iterator[None]:
+    """Store compiled code in a folder inside the context, and use what is already there.
+
+    The names of the files depend on the code, the versions of torch and Triton and the kind of GPU,
+    but not on the folder, so that the folder can be moved to another machine.
+    """
+    if folder is None:
+        yield
+        return
+    folder = folder.expanduser().resolve()
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

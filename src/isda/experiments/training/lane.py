@@ -5,6 +5,7 @@ the same weights whether it trains alone or next to other runs.
 """
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -110,7 +111,7 @@ class Lane:
         )
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # batches of a loader, by size
         self._model = self._create_model()
-        self._prepare = torch.compile(_prepare, dynamic=False) if self._compiled else _prepare
+        self._prepare = _compile(_prepare) if self._compiled else _prepare
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
 
@@ -266,20 +267,22 @@ class Lane:
             synchronize_batch_norm(network, self.device)
         return network.to(self.device).to(memory_format=self._layout)
 
-    def _create_model(self) -> Any:
-        model: nn.Module = _FeaturesAndLogits(self.network)
-        if self.world > 1:
-            on_gpu = self.device.type == "cuda"
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # no replacement in torch 2.11
-                model = nn.parallel.DistributedDataParallel(
-                    model,
-                    device_ids=[self.device.index] if on_gpu else None,
-                    broadcast_buffers=False,
-                )
+    def _create_model(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        if self.world == 1:
+            forward = _features_and_logits
+            if self._compiled:  # combine small kernels, such as the casts of the weights, into one
+                forward = _compile(forward, combo_kernels=True)
+            return partial(forward, self.network)
+        on_gpu = self.device.type == "cuda"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # no replacement in torch 2.11
+            model = nn.parallel.DistributedDataParallel(
+                _FeaturesAndLogits(self.network),
+                device_ids=[self.device.index] if on_gpu else None,
+                broadcast_buffers=False,
+            )
         if not self._compiled:
             return model
-        # combine small kernels, such as the casts of the weights, into one
         return torch.compile(model, dynamic=False, options={"combo_kernels": True})
 
     @property
@@ -351,8 +354,22 @@ class _FeaturesAndLogits(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        features = self.network.forward_features(images)
-        return features, self.network.get_classifier()(features)
+        return _features_and_logits(self.network, images)
+
+
+def _features_and_logits(network: Network, images: Tensor) -> tuple[Tensor, Tensor]:
+    features = network.forward_features(images)
+    return features, network.get_classifier()(features)
+
+
+@functools.cache
+def _compile(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function once for all lanes.
+
+    A network is an argument of the function, so that its weights are inputs of the compiled code,
+    which lanes with the same architecture and batch size share.
+    """
+    return torch.compile(function, dynamic=False, options=options or None)
 
 
 def _prepare(

@@ -23,8 +23,10 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError, RunError, as_input_error
 from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
-from isda.experiments.training.device import choose_kernels, join_processes
+from isda.experiments.training.deadline import Deadline, time_up
+from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.side_by_side import SideBySide
 
@@ -40,54 +42,104 @@ class Plan:
     seed: int
 
 
-def train(plans: Sequence[Plan], options: Options | None = None) -> list[RunFolder]:
+def train(
+    plans: Sequence[Plan], options: Options | None = None, *, progress: bool = True
+) -> list[RunFolder]:
     """Train all plans and return their runs in the same order.
 
     Under ``torchrun`` all processes train every run together; only rank 0 writes and returns runs.
+
+    Args:
+        plans: runs to train.
+        options: how to run the training.
+        progress: show a progress bar.
+
+    Raises:
+        TimeUp: the time limit of the options ended before the runs; their checkpoints are written.
     """
     options = options or Options()
     if options.tensorboard:
         _summary_writer()
-    begun, runs = False, dict[int, RunFolder]()
+    deadline = Deadline(options)
+    begun = False
     with (
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
+        keep_compiled_code(options.compile_cache),
         contextlib.ExitStack() as locks,
     ):
-        for group, data in _groups(plans, options, device):
+        if options.processes > 1 and device.type == "cpu" and world == 1 and len(plans) > 1:
+            return train_in_processes(plans, options)
+        finished = _finished(plans, options) if options.resume and world == 1 else {}
+        runs = dict(finished)
+        waiting = [number for number in range(len(plans)) if number not in finished]
+        for group, data in _groups(plans, waiting, options, device):
             lanes = [
-                Lane(plans[n].recipe, plans[n].seed, data, device, rank=rank, world=world)
+                Lane(
+                    plans[n].recipe,
+                    plans[n].seed,
+                    _own_images(data, plans[n]),
+                    device,
+                    rank=rank,
+                    world=world,
+                )
                 for n in group
             ]
             if not begun:
                 with _together():
-                    runs = _begin(plans, lanes[0], options, locks) if rank == 0 else {}
+                    if rank == 0:
+                        runs |= _begin(plans, waiting, lanes[0], options, locks)
                 begun = True
             for lane, number in zip(lanes, group, strict=True):
                 _restore(lane, runs.get(number))
-            _train_together(lanes, [runs.get(number) for number in group], options)
+            if deadline.is_up(_epoch_seconds(plans, group, runs)) and _unfinished(lanes):
+                raise time_up(runs.values(), options)
+            grouped = [runs.get(n) for n in group]
+            if not _train_together(lanes, grouped, options, deadline, progress=progress):
+                raise time_up(runs.values(), options)
     return [runs[number] for number in sorted(runs)]
 
 
+def _finished(plans: Sequence[Plan], options: Options) -> dict[int, RunFolder]:
+    """Finished runs, which need neither data nor a network; without those that look damaged."""
+    found = {}
+    for number, plan in enumerate(plans):
+        if plan.recipe.data.startswith("imagefolder:"):
+            continue  # the images may have changed
+        folder = options.out / plan.name / str(plan.seed)
+        with contextlib.suppress(InputError, OSError):  # reported when the run is resumed
+            run = RunFolder(folder)
+            if run.recipe != plan.recipe or not summary(run).finished:
+                continue
+            state = run.load(lambda state: state["epoch"])  # an exported record has none
+            if state is None or state["epoch"] == plan.recipe.epochs:
+                found[number] = run
+    return found
+
+
 def _begin(
-    plans: Sequence[Plan], lane: Lane, options: Options, locks: contextlib.ExitStack
+    plans: Sequence[Plan],
+    waiting: Sequence[int],
+    lane: Lane,
+    options: Options,
+    locks: contextlib.ExitStack,
 ) -> dict[int, RunFolder]:
     """Create and lock the run folders; an input error leaves no folders behind."""
     _require_fit(lane)
     if not options.resume:
         require_free(options.out / plan.name / str(plan.seed) for plan in plans)
-    for plan in plans:
-        locks.enter_context(locked(options.out, plan.name, plan.seed))
+    for number in waiting:
+        locks.enter_context(locked(options.out, plans[number].name, plans[number].seed))
     return {
         number: RunFolder.create(
             options.out,
-            plan.name,
-            plan.recipe,
-            plan.seed,
+            plans[number].name,
+            plans[number].recipe,
+            plans[number].seed,
             device=lane.device,
             resume=options.resume,
         )
-        for number, plan in enumerate(plans)
+        for number in waiting
     }
 
 
@@ -146,24 +198,70 @@ def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
     return data.hold_out(recipe.hold_out) if recipe.hold_out else data
 
 
-def _train_together(lanes: list[Lane], runs: Sequence[RunFolder | None], options: Options) -> None:
-    """Train lanes to their last epoch; after a kill, lanes that are behind catch up first."""
+def _own_images(data: ImageArrays | FolderImages, plan: Plan) -> ImageArrays | FolderImages:
+    """The images of a run: those drawn by its seed, if the recipe asks for it."""
+    recipe = plan.recipe
+    if not recipe.images_per_class:
+        return data
+    if not isinstance(data, ImageArrays):
+        raise InputError(
+            f"images_per_class must be 0 for {recipe.data}, whose images are files, "
+            f"got {recipe.images_per_class}"
+        )
+    rest = recipe.data == "digits" and not recipe.hold_out
+    return data.draw(recipe.images_per_class, seed=plan.seed, test_on_rest=rest)
+
+
+def _unfinished(lanes: Sequence[Lane]) -> list[Lane]:
+    return [lane for lane in lanes if lane.epoch < lane.recipe.epochs]
+
+
+def _epoch_seconds(plans: Sequence[Plan], group: list[int], runs: dict[int, RunFolder]) -> float:
+    """Time of an epoch of a group, by the last epoch of equal runs; 0 if there is none."""
+    first = plans[group[0]].recipe
+    equal = [run for n, run in runs.items() if _same_steps(plans[n].recipe, first)]
+    last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
+    return max(last, default=0.0) * len(group)
+
+
+def _train_together(
+    lanes: list[Lane],
+    runs: Sequence[RunFolder | None],
+    options: Options,
+    deadline: Deadline,
+    *,
+    progress: bool,
+) -> bool:
+    """Train lanes to their last epoch; after a kill, lanes that are behind catch up first.
+
+    Returns False if the time limit ended the training before.
+    """
     by_lane = dict(zip(map(id, lanes), runs, strict=True))
-    while unfinished := [lane for lane in lanes if lane.epoch < lane.recipe.epochs]:
+    while unfinished := _unfinished(lanes):
         first = min(lane.epoch for lane in unfinished)
         together = [lane for lane in unfinished if lane.epoch == first]
         until = min(lane.epoch if lane.epoch > first else lane.recipe.epochs for lane in unfinished)
-        _train_side_by_side(together, [by_lane[id(lane)] for lane in together], until, options)
+        with_runs = [by_lane[id(lane)] for lane in together]
+        if _train_side_by_side(together, with_runs, until, options, deadline, progress=progress):
+            return not _unfinished(lanes)
+    return True
 
 
 def _train_side_by_side(
-    lanes: list[Lane], runs: Sequence[RunFolder | None], until: int, options: Options
-) -> None:
+    lanes: list[Lane],
+    runs: Sequence[RunFolder | None],
+    until: int,
+    options: Options,
+    deadline: Deadline,
+    *,
+    progress: bool,
+) -> bool:
+    """Train lanes until an epoch; returns whether the time limit is reached."""
     on_gpu = lanes[0].device.type == "cuda"
     runner = SideBySide(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
     writers = [_writer(run, options, lanes[0].epoch) for run in runs]
-    saved = time.monotonic()
-    for epoch in _progress(lanes, until, show=runs[0] is not None):
+    saved, stopped = time.monotonic(), False
+    for epoch in _progress(lanes, until, show=progress and runs[0] is not None):
         began = time.perf_counter()
         try:
             runner.train_epoch()
@@ -176,7 +274,8 @@ def _train_side_by_side(
         for lane, run, result in zip(lanes, runs, results, strict=True):
             _require_finite(lane, run, result)
             lane.epoch = epoch + 1
-        last = epoch + 1 == until
+        stopped = deadline.is_up(time.perf_counter() - began)
+        last = stopped or epoch + 1 == until
         save = last or time.monotonic() - saved > options.checkpoint_seconds
         for lane, run, result, writer in zip(lanes, runs, results, writers, strict=True):
             metrics = _metrics(lane, epoch, result, seconds, len(lanes))
@@ -184,15 +283,18 @@ def _train_side_by_side(
             if run is not None:
                 run.append(metrics)
                 if state is not None:
-                    run.save(state)
+                    run.save(state, last=last)
             if writer is not None:
                 for key, value in metrics.items():
                     writer.add_scalar(key, value, epoch)
         if save:
             saved = time.monotonic()
+        if stopped and epoch + 1 < until:
+            break
     for writer in writers:
         if writer is not None:
             writer.close()
+    return stopped
 
 
 def _metrics(
@@ -258,10 +360,9 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
 
 
 def _groups(
-    plans: Sequence[Plan], options: Options, device: torch.device
+    plans: Sequence[Plan], waiting: list[int], options: Options, device: torch.device
 ) -> Iterator[tuple[list[int], ImageArrays | FolderImages]]:
     """Indices of the plans that train side by side, with their data; one data set at a time."""
-    waiting = list(range(len(plans)))
     while waiting:
         first = plans[waiting[0]].recipe
         data = load_images(first, options)
@@ -270,12 +371,15 @@ def _groups(
         same = [n for n in waiting if _same_steps(plans[n].recipe, first)]
         waiting = [n for n in waiting if n not in same]
         width = _side_by_side(first, data, options, device)
+        if first.compile and device.type == "cuda":
+            torch.compiler.reset()  # other networks count against the recompile limit
         for start in range(0, len(same), width):
             yield same[start : start + width], data
 
 
 def _same_steps(one: Recipe, other: Recipe) -> bool:
-    fields = ("data", "hold_out", "image_size", "epochs", "batch_size", "network")
+    fields = ("data", "hold_out", "image_size", "epochs", "batch_size", "network",
+              "images_per_class")  # fmt: skip
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 

@@ -131,13 +131,14 @@ class RunFolder(Run):
         content = path.read_bytes() if path.exists() else b""
         return [line + b"\n" for line in content.split(b"\n")[:-1]]
 
-    def save(self, state: dict[str, Any]) -> None:
+    def save(self, state: dict[str, Any], *, last: bool = False) -> None:
         """Write a checkpoint; the previous one stays until the new one is complete on disk.
 
         Args:
             state: anything that ``torch.load(weights_only=True)`` can read: tensors, numbers and
                 strings in dictionaries and lists; ``epoch`` is the number of epochs done. Recipe
                 and seed are added.
+            last: whether the training ends or pauses here: leave only this checkpoint.
         """
         state = {**state, "recipe": self.recipe.as_dict(), "seed": self.seed}
         new = self.folder / "checkpoint.new.pt"
@@ -150,6 +151,8 @@ class RunFolder(Run):
                 os.replace(*self._checkpoints)
             os.replace(new, self._checkpoints[0])
             sync_folder(self.folder)
+            if last:
+                self._checkpoints[1].unlink(missing_ok=True)
         self._trusted = True
 
     def load(self, use: Callable[[dict[str, Any]], object] | None = None) -> dict[str, Any] | None:

@@ -1,0 +1,163 @@
+"""A queue: a text file with one command per line, trained in this order.
+
+Every line starts with train, compare, search or table; # starts a comment. Runs that are finished,
+in the folder of the runs or in that of the records, are skipped, others are started or resumed. So
+the command can be stopped or killed at any time and started again.
+"""
+
+import dataclasses
+import shlex
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from isda.experiments.arguments import QueueArguments, SearchArguments, parse_recipe
+from isda.experiments.errors import InputError, TimeUp, unknown
+from isda.experiments.plans import Planned, plan_command
+from isda.experiments.records import Run, load_runs, summary
+from isda.experiments.search import search, search_table
+from isda.experiments.settings import Options, Recipe
+from isda.experiments.training import loop
+
+__all__ = ["read_queue", "work_through"]
+
+_COMMANDS = ("train", "compare", "search", "table")
+
+
+@dataclass(frozen=True)
+class _Search:
+    """A search for λ₀ and how to run it."""
+
+    given: SearchArguments
+    start: Recipe
+    name: str | None
+
+    @property
+    def options(self) -> Options:
+        return self.given.options
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A command of a queue."""
+
+    place: str
+    """File and number of the line, for messages."""
+
+    text: str
+    """The command."""
+
+    task: Planned | _Search
+    """What to train."""
+
+
+def read_queue(path: Path) -> list[_Line]:
+    """Commands of a file.
+
+    Raises:
+        InputError: a line is not a valid command; names the line.
+    """
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        place = f"{path}:{number}"
+        try:
+            words = shlex.split(text, comments=True)
+            words = words[1:] if words[:1] == ["isda"] else words
+            if words:
+                lines.append(_Line(place, shlex.join(words), _task(words)))
+        except ValueError as error:  # InputError, or a quote that is not closed
+            raise InputError(f"{place}: {error}") from error
+    return lines
+
+
+def work_through(given: QueueArguments) -> None:
+    """Train what is missing, line by line; an error in a line does not stop the others.
+
+    Raises:
+        TimeUp: the time limit ended before the queue.
+        InputError: lines that failed.
+    """
+    lines = read_queue(given.file)
+    failed = []
+    for line in lines:
+        options = _merged(given.options, line.task.options)
+        try:
+            if isinstance(line.task, _Search):
+                _search(line, line.task, options)
+            else:
+                _train(line, line.task, options, given.results)
+        except TimeUp as error:
+            limit = f"time limit of {given.options.minutes:g} min reached"
+            raise TimeUp(f"{limit} in {line.place} ({line.text})") from error
+        except InputError as error:
+            print(f"isda: {line.place}: {error}", file=sys.stderr)
+            failed.append(line.place)
+    if failed:
+        raise InputError(f"{len(failed)} of {len(lines)} lines failed: {', '.join(failed)}")
+
+
+def _task(words: list[str]) -> Planned | _Search:
+    if words[0] not in _COMMANDS:
+        raise unknown("command of a queue", words[0], _COMMANDS)
+    try:
+        if words[0] != "search":
+            return plan_command(words)
+        return _Search(*parse_recipe(SearchArguments, "search", words[1:], description=""))
+    except SystemExit:
+        raise InputError("--help does not go into a queue") from None
+
+
+def _train(line: _Line, planned: Planned, options: Options, results: Path) -> None:
+    plans = planned.plans()
+    waiting = [plan for plan in plans if not _is_finished(plan, options.out, results)]
+    done = len(plans) - len(waiting)
+    print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
+    if not waiting:
+        return
+    for run in loop.train(waiting, options):
+        result = summary(run)
+        print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s", flush=True)
+
+
+def _search(line: _Line, task: _Search, options: Options) -> None:
+    print(f"{line.place}: {line.text}", flush=True)
+    given = task.given
+    result = search(
+        given.recipe,
+        task.name,
+        start=task.start,
+        candidates=given.candidates,
+        seeds=given.seeds,
+        final_seeds=given.final_seeds,
+        with_baseline=given.with_baseline,
+        options=options,
+    )
+    if result is not None:
+        print(f"{search_table(result)}\n{result.record}", flush=True)
+
+
+def _is_finished(plan: loop.Plan, *folders: Path) -> bool:
+    """Whether one of the folders has a finished run of the plan, with the same recipe."""
+    found: list[Run] = []
+    for folder in folders:
+        path = folder / plan.name / str(plan.seed)
+        if (path / "config.json").exists():
+            found += load_runs(path.parent)
+    return any(
+        run.seed == plan.seed and run.recipe == plan.recipe and summary(run).finished
+        for run in found
+    )
+
+
+def _merged(given: Options, line: Options) -> Options:
+    """Options of a line, else those of the command; always resumes, with the time that is left."""
+    changed = {
+        field.name: getattr(line, field.name)
+        for field in dataclasses.fields(Options)
+        if field.init and getattr(line, field.name) != field.default
+    }
+    if given.minutes is None:
+        return replace(given, **{**changed, "resume": True, "minutes": None})
+    left = given.minutes - (time.monotonic() - given.started_at) / 60
+    return replace(given, **{**changed, "resume": True, "minutes": max(left, 1e-9)})
