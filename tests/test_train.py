@@ -35,7 +35,7 @@ from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop, run_folder
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
-from isda.experiments.training.run_folder import RunFolder
+from isda.experiments.training.run_folder import RunFolder, locked
 from isda.experiments.training.step_cost import random_images
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
@@ -341,9 +341,9 @@ def test_processes_end_with_the_command(options: Options) -> None:
         time.sleep(0.05)
     process.kill()
     process.join()
-    for folder in folders:
+    for seed in (0, 1):
         while True:  # until the lock is free
-            with contextlib.suppress(InputError), RunFolder(folder).lock():
+            with contextlib.suppress(InputError), locked(options.out, "long", seed):
                 break
             assert time.monotonic() < deadline
             time.sleep(0.05)

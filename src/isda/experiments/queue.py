@@ -145,7 +145,7 @@ def _is_finished(plan: loop.Plan, *folders: Path) -> bool:
         if (path / "config.json").exists():
             found += load_runs(path.parent)
     return any(
-        run.seed == plan.seed and run.recipe == plan.recipe and summary(run).finished
+        run.seed == plan.seed and summary(run).finished and run.recipe == plan.recipe
         for run in found
     )
 
