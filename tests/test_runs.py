@@ -113,6 +113,7 @@ def test_line_that_is_not_json(run):
         ({"test_ece": 1.5}, "has test_ece 1.5, which must be from 0 to 1"),
         ({"train_loss": -1.0}, "has train_loss -1.0, which must be >= 0"),
         ({"test_loss": float("inf")}, "is not the record of epoch 1"),
+        ({"a\nb": 1.0}, "is not the record of epoch 1"),
         ({"epoch": 1.0}, "is not the record of epoch 1"),
         ({"epoch": True}, "is not the record of epoch 1"),
         ({"side_by_side": 1.5}, "has side_by_side 1.5, which must be an integer"),

@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 import warnings
@@ -129,6 +130,36 @@ def test_damaged_records(records: Path, generator: random.Random) -> None:
         (folder / file).write_bytes(backup)
     print(f"{outcomes.total()} damaged files: {dict(outcomes)}")
     assert outcomes["refused"] > 0.5 * outcomes.total()
+
+
+def test_damaged_records_without_checksums(records: Path, generator: random.Random) -> None:
+    """A damaged record is refused by name, or shows possible values and is called unverified."""
+    kept = records / "kept"
+    for path in kept.rglob("metrics.jsonl"):
+        path.write_text(re.sub(', "check": "[0-9a-f]{16}"', "", path.read_text()))
+    folders = sorted(run.folder for run in load_runs(kept))
+    outcomes: Counter[str] = Counter()
+    for number in range(100 * SCALE):
+        folder, other = generator.sample(folders, 2)
+        path = folder / generator.choice(["config.json", "metrics.jsonl"])
+        backup = path.read_bytes()
+        done = f"file {number}: {path}: {damage_file(path, generator, other / path.name)}"
+        (run,) = [run for run in load_runs(kept) if run.folder == folder]
+        result = summary(run)
+        if run.damage is None:
+            assert not run.verified, done
+            assert result.finished, done
+            assert result.error is not None, done
+            assert 0 <= result.error <= 100, done
+        else:
+            assert "\n" not in run.damage, done
+            assert str(folder) in run.damage, done
+        outcomes["accepted" if run.damage is None else "refused"] += 1
+        report_markdown(load_runs(kept)).encode()
+        if path.is_dir():
+            path.rmdir()
+        path.write_bytes(backup)
+    print(f"{outcomes.total()} damaged files without checksums: {dict(outcomes)}")
 
 
 def test_damaged_checkpoints(records: Path, generator: random.Random) -> None:

@@ -1,17 +1,10 @@
 """Run records: ``<recipe>/<seed>/config.json`` and ``metrics.jsonl``, and the result of a run.
 
-Every line of metrics.jsonl ends in a field ``check``: the first 16 hexadecimal digits of the
-SHA-256 of name, seed and recipe, of all lines before it, and of the line itself up to that field.
-Records without it, which earlier versions wrote, are read as unverified.
-
 Reading records needs neither torch nor the training code;
 :mod:`isda.experiments.training.run_folder` writes them.
 """
 
-import contextlib
-import hashlib
 import json
-import math
 import os
 import re
 from dataclasses import dataclass
@@ -20,6 +13,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_folder
+from isda.experiments.metrics_lines import (
+    Checksum,
+    first_checksum,
+    is_number,
+    is_object,
+    read_line,
+    require_metrics,
+)
 from isda.experiments.settings import Recipe
 
 __all__ = [
@@ -31,9 +32,7 @@ __all__ = [
     "export",
     "load_runs",
     "read_recipe",
-    "require_metrics",
     "require_name",
-    "sealed",
     "summary",
 ]
 
@@ -111,7 +110,7 @@ class Run:
         records, checked, verified, checksum = [], False, True, self.checksum()
         for epoch, line in enumerate(lines):
             try:
-                record, has_check = _read_line(line, checksum)
+                record, has_check = read_line(line, checksum)
                 if checked and not has_check:
                     raise ValueError("has no checksum, but the line before it has one")
                 require_metrics(record, epoch, self.recipe.epochs)
@@ -122,28 +121,14 @@ class Run:
                 ) from error
             checked, verified = has_check, verified and has_check
             records.append(record)
-        if isinstance(_parse(rest[:-1]), dict):
+        if is_object(rest[:-1]):
             raise InputError(f"{path} is damaged: line {len(lines) + 1} does not end in a newline")
         self._metrics, self._verified = (version, records), verified
         return records
 
-    def checksum(self) -> "hashlib._Hash":
+    def checksum(self) -> Checksum:
         """Checksum before the first line of the metrics: of name, seed and recipe."""
-        fields = [self._config[key] for key in ("name", "seed", "recipe")]
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
-
-
-def sealed(record: dict[str, Any], checksum: "hashlib._Hash") -> bytes:
-    """The line of an epoch, without a newline, and with its checksum as the last field.
-
-    Args:
-        record: metrics of the epoch.
-        checksum: :meth:`Run.checksum`, updated with the bytes of all lines before this one.
-    """
-    body = json.dumps(record).encode().removesuffix(b"}")
-    checksum = checksum.copy()
-    checksum.update(body)
-    return body + f', "check": "{checksum.hexdigest()[:16]}"}}'.encode()
+        return first_checksum(*(self._config[key] for key in ("name", "seed", "recipe")))
 
 
 def read_recipe(fields: Any) -> Recipe:
@@ -159,28 +144,6 @@ def read_recipe(fields: Any) -> Recipe:
         if field in fields and not _fits(fields[field], kind):
             raise TypeError(f"{field} of the recipe is {fields[field]!r}")
     return Recipe.from_dict(fields)
-
-
-def require_metrics(record: Any, epoch: int, epochs: int) -> None:
-    """Raise ValueError unless a record can be that of an epoch.
-
-    All values are finite numbers >= 0. Errors are percentages, the calibration error is a fraction;
-    float32 arithmetic may exceed these limits by a rounding error.
-    """
-    if (
-        not isinstance(record, dict)
-        or not all(_is_number(value) for value in record.values())
-        or type(record.get("epoch")) is not int
-        or not record["epoch"] == epoch < epochs
-        or "test_error" not in record
-    ):
-        raise ValueError(f"is not the record of epoch {epoch} of {epochs}")
-    for key, value in record.items():
-        if not -_ROUNDING <= value <= _LIMITS.get(key, math.inf) + _ROUNDING:
-            expected = f"from 0 to {_LIMITS[key]}" if key in _LIMITS else ">= 0"
-            raise ValueError(f"has {key} {value!r}, which must be {expected}")
-        if key in _INTEGERS and type(value) is not int:
-            raise ValueError(f"has {key} {value!r}, which must be an integer")
 
 
 class DamagedRun(Run):
@@ -346,57 +309,18 @@ _SEED = re.compile("-?[0-9]+")
 _TRAINING = ("lock", "checkpoint.pt", "checkpoint.previous.pt")  # files of a run, not of a copy
 
 
-_CHECK = re.compile(rb', "check": "([0-9a-f]{16})"\}')
-_LIMITS = {"test_error": 100, "test_top5_error": 100, "test_ece": 1}
-_INTEGERS = ("epoch", "side_by_side")
-_ROUNDING = 1e-4  # 100 · (1 − mean) in float32
-
-
-def _read_line(line: bytes, checksum: "hashlib._Hash") -> tuple[Any, bool]:
-    """The record of a line, and whether it has a checksum; raises ValueError if that is wrong.
-
-    Updates ``checksum`` with the line and its newline.
-    """
-    found = _CHECK.search(line)
-    body = line if found is None else line[: found.start()]
-    checksum.update(body)
-    if found is not None and (
-        found.end() != len(line) or checksum.hexdigest()[:16] != found[1].decode()
-    ):
-        raise ValueError("does not match its checksum")
-    checksum.update(line[len(body) :] + b"\n")
-    record = _parse(line)
-    if found is not None and isinstance(record, dict):
-        del record["check"]
-    return record, found is not None
-
-
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a JSON value has the type of a field of a recipe."""
     if get_origin(kind) is tuple:
         return isinstance(value, list) and all(_fits(one, get_args(kind)[0]) for one in value)
     if kind is float:
-        return _is_number(value)
+        return is_number(value)
     if kind is int:
-        return _is_number(value) and isinstance(value, int)
+        return is_number(value) and isinstance(value, int)
     return isinstance(value, str if get_origin(kind) is Literal else kind)
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a JSON value is a finite number, not a boolean, and an integer fits into 64 bits."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return type(value) is int and abs(value) < 2**63
 
 
 def _is_environment(value: Any) -> bool:
     return isinstance(value, dict) and not any(
         isinstance(one, dict | list) for one in value.values()
     )
-
-
-def _parse(line: bytes) -> Any:
-    """The value of a line of JSON, or None if it is not valid JSON."""
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(line)
-    return None

@@ -23,14 +23,8 @@ except ImportError:  # not on Windows
 
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.files import sync_folder, write_bytes, write_text, writing
-from isda.experiments.records import (
-    Run,
-    read_recipe,
-    require_metrics,
-    require_name,
-    sealed,
-    summary,
-)
+from isda.experiments.metrics_lines import require_metrics, sealed
+from isda.experiments.records import Run, read_recipe, require_name, summary
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training.environment import environment
 
