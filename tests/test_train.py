@@ -32,7 +32,7 @@ from isda.experiments.networks import create_network
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import Run, export, summary
 from isda.experiments.settings import Options, Recipe
-from isda.experiments.training import loop, run_folder
+from isda.experiments.training import groups, loop, run_folder
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder, locked
@@ -266,7 +266,7 @@ def test_stopped_by_the_time_limit_and_resumed(
     width: int, options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """29 s are enough for two epochs of 10 s; the checkpoints are written although none is due."""
-    monkeypatch.setattr(loop, "_side_by_side", lambda *_: width)
+    monkeypatch.setattr(groups, "_side_by_side", lambda *_: width)
     clock = Clock(monkeypatch)
 
     def limited(seconds: float) -> Options:  # created at the call, so the time counts from now
@@ -358,7 +358,7 @@ def test_runs_that_lag_behind_catch_up(
     options: Options, uninterrupted: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a kill between the checkpoints of runs side by side."""
-    monkeypatch.setattr(loop, "_side_by_side", lambda *_: 3)
+    monkeypatch.setattr(groups, "_side_by_side", lambda *_: 3)
     train_until(PLANS[:1], options, 3)
     train_until(PLANS[1:], options, 1)
     resumed = train(PLANS, replace(options, resume=True))

@@ -7,7 +7,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.recipes import baseline_of, get_recipe, run_name
 from isda.experiments.report.paper_tables import cell_recipes
 from isda.experiments.settings import Options, Recipe, require_seeds
-from isda.experiments.training.loop import Plan
+from isda.experiments.training.groups import Plan
 
 __all__ = ["Planned", "plan_cell", "plan_command", "plan_compare", "plan_train"]
 

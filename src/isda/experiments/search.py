@@ -23,7 +23,8 @@ from isda.experiments.report.intervals import RESOLUTION
 from isda.experiments.report.text import text_table
 from isda.experiments.settings import Options, Recipe, require_seeds
 from isda.experiments.training.device import join_processes
-from isda.experiments.training.loop import Plan, load_images, train
+from isda.experiments.training.groups import Plan, load_images
+from isda.experiments.training.loop import train
 from isda.experiments.training.run_folder import require_free
 
 __all__ = ["SearchResult", "search", "search_table"]

@@ -11,35 +11,25 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from isda import ISDALoss, distributed
-from isda.experiments.data.arrays import ImageArrays, load_data
-from isda.experiments.data.folders import FolderImages
+from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.errors import InputError, RunError, as_input_error
 from isda.experiments.records import summary
-from isda.experiments.settings import Options, Recipe
+from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
+from isda.experiments.training.groups import Plan, groups, own_images, same_steps
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.side_by_side import SideBySide
 
-__all__ = ["Plan", "load_images", "train"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run to train: name, recipe and seed."""
-
-    name: str
-    recipe: Recipe
-    seed: int
+__all__ = ["Plan", "train"]
 
 
 def train(
@@ -73,12 +63,12 @@ def train(
         finished = _finished(plans, options) if options.resume and world == 1 else {}
         runs = dict(finished)
         waiting = [number for number in range(len(plans)) if number not in finished]
-        for group, data in _groups(plans, waiting, options, device):
+        for group, data in groups(plans, waiting, options, device):
             lanes = [
                 Lane(
                     plans[n].recipe,
                     plans[n].seed,
-                    _own_images(data, plans[n]),
+                    own_images(data, plans[n]),
                     device,
                     rank=rank,
                     world=world,
@@ -185,33 +175,6 @@ def _together() -> Iterator[None]:
         raise InputError("another process has stopped: see its message")
 
 
-def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
-    """Data set of a recipe; held-out images take the place of the test images."""
-    data = load_data(
-        recipe.data,
-        root=options.data_root,
-        download=options.download,
-        skip_unreadable=options.skip_unreadable,
-        image_size=recipe.image_size,
-        workers=options.workers,
-    )
-    return data.hold_out(recipe.hold_out) if recipe.hold_out else data
-
-
-def _own_images(data: ImageArrays | FolderImages, plan: Plan) -> ImageArrays | FolderImages:
-    """The images of a run: those drawn by its seed, if the recipe asks for it."""
-    recipe = plan.recipe
-    if not recipe.images_per_class:
-        return data
-    if not isinstance(data, ImageArrays):
-        raise InputError(
-            f"images_per_class must be 0 for {recipe.data}, whose images are files, "
-            f"got {recipe.images_per_class}"
-        )
-    rest = recipe.data == "digits" and not recipe.hold_out
-    return data.draw(recipe.images_per_class, seed=plan.seed, test_on_rest=rest)
-
-
 def _unfinished(lanes: Sequence[Lane]) -> list[Lane]:
     return [lane for lane in lanes if lane.epoch < lane.recipe.epochs]
 
@@ -219,7 +182,7 @@ def _unfinished(lanes: Sequence[Lane]) -> list[Lane]:
 def _epoch_seconds(plans: Sequence[Plan], group: list[int], runs: dict[int, RunFolder]) -> float:
     """Time of an epoch of a group, by the last epoch of equal runs; 0 if there is none."""
     first = plans[group[0]].recipe
-    equal = [run for n, run in runs.items() if _same_steps(plans[n].recipe, first)]
+    equal = [run for n, run in runs.items() if same_steps(plans[n].recipe, first)]
     last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
     return max(last, default=0.0) * len(group)
 
@@ -357,47 +320,6 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
         epoch = torch.tensor(lane.epoch, device=lane.device)
         distributed.broadcast([epoch, *lane.tensors()])
         lane.epoch = int(epoch)
-
-
-def _groups(
-    plans: Sequence[Plan], waiting: list[int], options: Options, device: torch.device
-) -> Iterator[tuple[list[int], ImageArrays | FolderImages]]:
-    """Indices of the plans that train side by side, with their data; one data set at a time."""
-    while waiting:
-        first = plans[waiting[0]].recipe
-        data = load_images(first, options)
-        if isinstance(data, ImageArrays):
-            data = data.to(device)
-        same = [n for n in waiting if _same_steps(plans[n].recipe, first)]
-        waiting = [n for n in waiting if n not in same]
-        width = _side_by_side(first, data, options, device)
-        if first.compile and device.type == "cuda":
-            torch.compiler.reset()  # other networks count against the recompile limit
-        for start in range(0, len(same), width):
-            yield same[start : start + width], data
-
-
-def _same_steps(one: Recipe, other: Recipe) -> bool:
-    fields = ("data", "hold_out", "image_size", "epochs", "batch_size", "network",
-              "images_per_class")  # fmt: skip
-    return all(getattr(one, field) == getattr(other, field) for field in fields)
-
-
-def _side_by_side(
-    recipe: Recipe, data: ImageArrays | FolderImages, options: Options, device: torch.device
-) -> int:
-    if (
-        device.type == "cpu"
-        or not isinstance(data, ImageArrays)
-        or distributed.world_size(None) > 1
-    ):
-        return 1
-    if options.side_by_side:
-        return options.side_by_side
-    with torch.device("meta"):
-        network = Lane.create_network(recipe, data, seed=0)
-    parameters = sum(parameter.numel() for parameter in network.parameters())
-    return max(1, min(6, 36_000_000 // parameters))
 
 
 def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:

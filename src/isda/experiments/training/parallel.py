@@ -13,7 +13,6 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -21,15 +20,13 @@ from tqdm import tqdm
 from isda.experiments.errors import TimeUp
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import time_up
+from isda.experiments.training.groups import Plan
 from isda.experiments.training.run_folder import RunFolder, require_free
-
-if TYPE_CHECKING:
-    from isda.experiments.training.loop import Plan  # which imports this module
 
 __all__ = ["train_in_processes"]
 
 
-def train_in_processes(plans: Sequence["Plan"], options: Options) -> list[RunFolder]:
+def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolder]:
     """Train every plan in one of ``options.processes`` processes; runs in the order of the plans.
 
     After an error in a run, the runs that have started are finished, and no others are started.
@@ -68,8 +65,8 @@ def _exit_with_parent() -> None:
     os._exit(1)  # the parent was killed; checkpoints are intact
 
 
-def _train(plan: "Plan", options: Options, started_at: float) -> None:
-    from isda.experiments.training.loop import train
+def _train(plan: Plan, options: Options, started_at: float) -> None:
+    from isda.experiments.training.loop import train  # which imports this module
 
     if options.minutes is not None:  # the clock is that of the whole machine
         left = options.minutes - (time.monotonic() - started_at) / 60
