@@ -1,7 +1,6 @@
 """Online estimates of the feature covariance (Appendix A), in the structures of Table 5.
 
-:class:`Estimator` is what :class:`isda.ISDALoss` needs: ``update`` merges a batch into the
-statistics, ``quadratic`` gives the variance of every logit margin.
+:class:`Estimator` is what :class:`isda.ISDALoss` needs of them.
 """
 
 import inspect
@@ -96,23 +95,20 @@ class Covariance(nn.Module):
     ) -> Tensor:
         """Variance of every logit margin (the exponent of Eq. 4).
 
-        Args:
-            weight: rows of the final linear layer.
-            target: class indices in ``[0, C)``.
-            covariance_index: class whose covariance each sample uses, if not that of its target.
+        ``covariance_index`` is the class whose covariance each sample uses, if not its target.
 
         Shape:
             weight (C, A), target (N,), covariance_index (N,); output (N, C).
         """
         raise TypeError(f"{type(self).__name__} must define quadratic(weight, target)")
 
-    def class_mean(self, index: int) -> Tensor:
-        """Mean (A,) of the features of a class, for structures that keep it (full, diagonal)."""
-        raise TypeError(f"{type(self).__name__} keeps no mean of each class")
-
     def class_covariance(self, index: int) -> Tensor:
         """Covariance matrix (A, A) that is used for a class, in every structure."""
         raise TypeError(f"{type(self).__name__} must define class_covariance(index)")
+
+    def class_mean(self, index: int) -> Tensor:
+        """Mean (A,) of the features of a class, for structures that keep it (full, diagonal)."""
+        raise TypeError(f"{type(self).__name__} keeps no mean of each class")
 
     def grow(self, num_classes: int) -> None:
         """Make room for more classes, which come last and start empty."""
@@ -143,10 +139,9 @@ class Covariance(nn.Module):
                     f"got {shape}"
                 )
             low, high = state[prefix + name].aminmax() if buffer.numel() else (0, 0)
-            if not (-math.inf < low and high < math.inf):  # false for NaN
+            least = 0 if name == "count" else -torch.finfo(torch.float32).max
+            if not (least <= low and high < math.inf):  # false for NaN
                 raise ValueError(f"{prefix + name} must be finite, got a damaged checkpoint")
-            if name == "count" and low < 0:
-                raise ValueError(f"{prefix + name} must be >= 0, got a damaged checkpoint")
 
     def _register_moments(self, *shape: int, covariance: str, square: bool) -> None:
         """Buffers ``count``, ``mean`` and the covariance, with the shape of the former."""
@@ -329,8 +324,7 @@ class SharedCovariance(Covariance):
         self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
     ) -> Tensor:
         """See :func:`isda.functional.shared_quadratic`; the index makes no difference."""
-        with torch.autocast(weight.device.type, enabled=False):
-            # a copy: autograd saves it, and the next update changes the buffer in place
+        with torch.autocast(weight.device.type, enabled=False):  # a copy: see FullCovariance
             return functional.shared_quadratic(weight.float(), target, self.covariance.clone())
 
     def class_covariance(self, index: int) -> Tensor:
@@ -341,7 +335,7 @@ class IdentityCovariance(Covariance):
     """The identity matrix for each class (Table 5): nothing is estimated."""
 
     def update(self, features: Tensor, target: Tensor) -> None:
-        """Do nothing: there are no statistics."""
+        """Do nothing."""
 
     def quadratic(
         self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
