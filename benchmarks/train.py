@@ -5,13 +5,20 @@
 runs the training steps of the recipes ``<data>-<network>-ce`` and ``-isda`` on random images that
 are on the device, like CIFAR. It times whole epochs, after one that compiles and captures. Seconds
 are per run: the time of all runs side by side, divided by their number.
+
+    python benchmarks/train.py --networks resnet110 --images 1024 --profile
+
+prints the kernels that the time of a training step and of an evaluation goes to.
 """
 
 import argparse
 import csv
 import dataclasses
+import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +34,12 @@ from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.step_cost import SHAPES, random_images
 
+KERNELS = {  # kind of a kernel: pattern of its name, the first that matches
+    "ISDA": r"_class_statistics|_covariance|_multiply|_cross_entropy|_split|_screen|_weight_grad",
+    "optimizer": r"multi_tensor|FusedSgd",
+    "batch norm, activations": r"^triton_",
+    "convolutions": r"cudnn|conv|xmma|wgrad|dgrad|fprop|implicit|cutlass|gemm|nvjet|nchw|nhwc",
+}
 EPOCH_IMAGES = {"digits": 1437, "cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167}
 COLUMNS = {  # header of the Markdown table
     "network": "network",
@@ -54,6 +67,9 @@ def main(words: list[str] | None = None) -> None:
         "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="change fields of the recipe"
     )
     parser.add_argument("--no-capture", action="store_true")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the GPU time of the kernels of an epoch"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
     parser.add_argument("--table", type=Path, help="print a CSV file as a Markdown table and exit")
@@ -68,6 +84,8 @@ def main(words: list[str] | None = None) -> None:
             return
         with join_processes(arguments.device) as (device, _, _):
             arguments.device = str(device)
+        if arguments.profile and device.type != "cuda":
+            raise InputError(f"--profile needs a GPU, got --device {device}")
         run(arguments)
     except InputError as error:
         parser.error(str(error))
@@ -117,6 +135,10 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     runner.evaluate()
     start_up = time.perf_counter() - began
     seconds = min(timed(runner, device) for _ in range(arguments.epochs))
+    if arguments.profile:
+        steps = len(list(lanes[0].batch_sizes()))
+        print(kernel_times("training step", runner.train_epoch, steps * number))
+        print(kernel_times("evaluation", runner.evaluate, number))
     per_second = number * images / seconds
     return {
         "data": recipe.data,
@@ -145,6 +167,37 @@ def timed(runner: SideBySide, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+def kernel_times(label: str, function: Callable[[], object], calls: int) -> str:
+    """GPU time of a function by kind of kernel and of its most expensive kernels.
+
+    Times are per call of ``calls``. Their sum exceeds the elapsed time if kernels overlap, and is
+    below it by the time that the GPU waits.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        began = time.perf_counter()
+        function()
+        torch.cuda.synchronize()
+        elapsed = time.perf_counter() - began
+    kinds: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for event in profiler.events():
+        kind = next((k for k, name in KERNELS.items() if re.search(name, event.name)), "other")
+        kinds[kind] += event.device_time
+        kernels[event.name] += event.device_time
+        counts[event.name] += 1
+    total = kinds.total()
+    lines = [f"{label}: {elapsed / calls * 1e3:.3f} ms, kernels {total / calls / 1e3:.3f} ms"]
+    for kind, time_ in kinds.most_common():
+        lines.append(f"{time_ / total:8.1%} {time_ / calls / 1e3:9.3f} ms  {kind}")
+    for name, time_ in kernels.most_common(16):
+        count = counts[name]
+        lines.append(
+            f"{time_ / total:8.1%} {count / calls:8.1f} x {time_ / count:.1f} us  {name[:90]}"
+        )
+    return "\n".join(lines)
 
 
 def changes(recipe: Recipe, settings: list[str]) -> dict[str, Any]:

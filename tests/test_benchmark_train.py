@@ -57,6 +57,7 @@ def test_both_methods_are_timed(run: Callable[..., str], tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--profile", "--device", "cpu"], "--profile needs a GPU, got --device cpu"),
         (["--networks", "resnet23"], "unknown recipe 'cifar100-resnet23-ce'; did you mean"),
         (["--set", "batch=3"], "unknown field of a recipe 'batch'; did you mean batch_size"),
         (["--set", "batch_size=few"], "batch_size=few: invalid value for the field batch_size"),

@@ -459,13 +459,13 @@ def test_side_by_side_equals_alone(data: ImageArrays, device: torch.device) -> N
 
 @pytest.mark.parametrize("network", ["resnet8", "wide_resnet16_8", "shake_shake26_2x32d"])
 def test_lanes_share_compiled_code(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One compilation per batch size for all lanes, losses and epochs; the numbers are the same."""
+    """One compilation for all lanes, losses and epochs; the last, smaller batch runs eagerly."""
     cpu = torch.device("cpu")
-    graphs: list[int] = []
+    graphs: list[str] = []
     compile_ = torch.compile
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(len(graph.graph.nodes))
+        graphs.append("network" if "conv2d" in graph.code else "batch")
         return graph.forward
 
     def counting(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
@@ -487,7 +487,7 @@ def test_lanes_share_compiled_code(network: str, monkeypatch: pytest.MonkeyPatch
     assert train(lanes, 2) == results
     for one, other in zip(lanes, expected, strict=True):
         assert_same_bits(values(one), values(other))
-    assert len(graphs) == 2 * len({*lanes[0].batch_sizes()})  # batch and network
+    assert sorted(graphs) == ["batch", "batch", "network"]  # batches of three and two images
     lane_module._compile.cache_clear()
     torch.compiler.reset()
 

@@ -269,10 +269,14 @@ class Lane:
 
     def _create_model(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         if self.world == 1:
-            forward = _features_and_logits
-            if self._compiled:  # combine small kernels, such as the casts of the weights, into one
-                forward = _compile(forward, combo_kernels=True)
-            return partial(forward, self.network)
+            eager = partial(_features_and_logits, self.network)
+            if not self._compiled:
+                return eager
+            # combine small kernels, such as the casts of the weights, into one
+            compiled = partial(_compile(_features_and_logits, combo_kernels=True), self.network)
+            full = self.recipe.batch_size
+            # compiling once more for the last, smaller batch would cost more time than it saves
+            return lambda images: compiled(images) if len(images) == full else eager(images)
         on_gpu = self.device.type == "cuda"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # no replacement in torch 2.11
