@@ -142,7 +142,7 @@ def floor_bytes(piece: str, shape: Shape, touched: float) -> float | None:
     """Bytes that a piece must read and write at least, for ``touched`` classes in the batch."""
     n, c, a, structure = shape
     state = a * a if structure == "full" else a  # numbers of Σ of a class
-    merge = 2 * touched * (state + a) + n * a  # Σ and mean, both ways; features
+    merge = 2 * touched * (state + 2 * a) + n * a  # Σ and float64 mean, both ways; features
     result = c * a + n * c  # weight; quadratic term
     numbers = {
         "update": merge,

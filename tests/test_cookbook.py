@@ -405,7 +405,7 @@ def test_replay_of_class_means(device: torch.device) -> None:
         old_features.to(device),
         new.target.to(device),
         old_target.to(device),
-        estimator.moments.mean,
+        estimator.moments.mean.float(),
         gamma=0.4,
         eta=0.2,
     )

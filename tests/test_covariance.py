@@ -315,3 +315,20 @@ def test_autocast_stays_outside(kind, device):
     with torch.autocast(device.type, dtype=torch.bfloat16):
         estimator.update(x.features, x.target)
     assert_same(estimator, plain)
+
+
+@with_state
+def test_long_streams_follow_a_drift(kind, device):
+    """After a million samples, each of the next 2,000 moves the mean by less than 2⁻²⁴ of it."""
+    seen, new = 10**6, 2000
+    estimator = kind(2, 2).to(device)
+    estimator.count.fill_(seen)
+    estimator.mean.fill_(100.0)
+    features, target = torch.full((1, 2), 101.0, device=device), torch.zeros(1, device=device)
+    for _ in range(new):
+        estimator.update(features, target.long())
+    share = new / (seen + new)
+    mean = estimator.mean if kind is SharedCovariance else estimator.mean[0]
+    torch.testing.assert_close(mean.double() - 100, torch.full_like(mean, share).double())
+    variance = estimator.class_covariance(0).diagonal()
+    torch.testing.assert_close(variance, torch.full_like(variance, share * (1 - share)))

@@ -66,7 +66,7 @@ def draw(
     target = x.target.clone()
     target[::5] = -1
     count = torch.arange(classes, device=device)  # class 0 has none yet
-    mean = x.weight * (count > 0)[:, None]
+    mean = x.weight.double() * (count > 0)[:, None]
     covariance = x.covariance * (count > 0)[:, None, None]
     weight = reference.draw(samples, classes, width, seed=seed + 9, dtype=torch.float32).weight
     return Moments(count, mean, covariance), x.features * 3 + 5, target, weight.to(device) + 2
@@ -85,9 +85,8 @@ def copy(moments: Moments) -> Moments:
 
 
 def doubles(moments: Moments) -> Moments:
-    return Moments(
-        moments.count.cpu().clone(), moments.mean.cpu().double(), moments.covariance.cpu().double()
-    )
+    mean, covariance = moments.mean.cpu().clone(), moments.covariance.cpu().double()
+    return Moments(moments.count.cpu().clone(), mean, covariance)
 
 
 def check_moments(before: Moments, found: Moments, expected: Moments) -> None:
@@ -219,6 +218,23 @@ def test_very_many_samples(shape):
     check_update(shape, 0.999, diagonal=False)
     check_update(shape, 1.0, diagonal=True)
     check_quadratic(shape, "high")
+
+
+@pytest.mark.parametrize("first", [1, pytest.param(14_000, marks=gpu)])
+def test_first_batch_of_any_size(first):
+    """Its weight is 1 for every number of samples: the division may not round it to more."""
+    sizes = torch.arange(first, first + 40)
+    target = torch.arange(40).repeat_interleave(sizes).to(DEVICE)
+    features = torch.ones(len(target), 2, device=DEVICE)
+    features[::2] = -1
+    start = Moments(
+        torch.zeros(40, dtype=torch.int64, device=DEVICE),
+        torch.zeros(40, 2, dtype=torch.float64, device=DEVICE),
+        torch.zeros(40, 2, 2, device=DEVICE),
+    )
+    expected = functional.update_moments(start, features, target)
+    cuda.update_(list(start), features, target, 1.0)
+    torch.testing.assert_close(start, expected)
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -75,7 +75,7 @@ def main() -> None:
                     old_body(x[batch]).detach(),
                     target[batch],
                     torch.randint(num_old, (32,)),
-                    estimator.moments.mean,
+                    estimator.moments.mean.float(),
                     gamma=1.0,
                     eta=0.1,
                 )

@@ -41,7 +41,8 @@ def risda_loss(
 ) -> Tensor:
     classes, index = target.unique(return_inverse=True)
     share = confusion[classes] / confusion[classes].sum(1, keepdim=True)  # (P, C)
-    shift = share @ moments.mean - moments.mean[classes]  # (P, A)
+    mean = moments.mean.to(share.dtype)
+    shift = share @ mean - mean[classes]  # (P, A)
     covariance = torch.einsum("pc,cab->pab", share, moments.covariance)
     quadratic = isda.functional.full_quadratic(
         head.weight, target, covariance, covariance_index=index

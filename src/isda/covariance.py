@@ -64,7 +64,10 @@ def require_covariance_index(estimator: Estimator) -> None:
 
 
 class Covariance(nn.Module):
-    """Base class of the estimators: float32 buffers, whatever the precision of the model.
+    """Base class of the estimators, whose statistics do not follow the precision of the model.
+
+    Covariances are float32. Means are float64, because they change by less and less with a growing
+    number of samples.
 
     Args:
         num_features: number A of features.
@@ -147,7 +150,7 @@ class Covariance(nn.Module):
         """Buffers ``count``, ``mean`` and the covariance, with the shape of the former."""
         width = self.num_features
         self.register_buffer("count", torch.zeros(shape, dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(*shape, width, dtype=torch.float32))
+        self.register_buffer("mean", torch.zeros(*shape, width, dtype=torch.float64))
         spread = (width, width) if square else (width,)
         self.register_buffer(covariance, torch.zeros(*shape, *spread, dtype=torch.float32))
 
@@ -194,7 +197,7 @@ class _ClassCovariance(Covariance):
         ops.update_(list(self.moments), features, target, self.decay)
 
     def class_mean(self, index: int) -> Tensor:
-        return self.mean[index].clone()
+        return self.mean[index].float()
 
     def grow(self, num_classes: int) -> None:
         old = self.num_classes

@@ -192,7 +192,7 @@ class ShardedCovariance(FullCovariance):
 
     def class_mean(self, index: int) -> Tensor:
         """Mean of a class. Every rank must call it with the same index."""
-        return self._from_owner(self.mean, index)
+        return self._from_owner(self.mean, index).float()
 
     def class_covariance(self, index: int) -> Tensor:
         """Covariance matrix of a class. Every rank must call it with the same index."""

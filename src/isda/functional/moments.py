@@ -14,7 +14,7 @@ class Moments(NamedTuple):
     """Count, mean and biased covariance (or variance) of the features of each class."""
 
     count: Tensor  # type: ignore[assignment]  # (C,), int64; hides tuple.count
-    mean: Tensor  # (C, A)
+    mean: Tensor  # (C, A), float64: a long stream changes it by less than float32 can tell
     covariance: Tensor  # (C, A, A), or variances (C, A)
 
 
@@ -50,12 +50,13 @@ def batch_moments(
         # float64: a running float32 sum stops growing after some millions of samples
         total = values.new_zeros(num_classes + 1, values.shape[1], dtype=torch.float64)
         total = total.index_add(0, row, values.double())
-        return (total / count.clamp(min=1)[:, None]).to(values.dtype)
+        return total / count.clamp(min=1)[:, None]
 
     mean = average(features)
-    centred = features - mean[row]
+    centred = features - mean[row].to(features.dtype)
     if diagonal:
-        return Moments(count[:-1], mean[:-1], average(centred.square())[:-1])
+        variance = average(centred.square()).to(features.dtype)
+        return Moments(count[:-1], mean[:-1], variance[:-1])
     member = F.one_hot(row, num_classes + 1)[:, :-1].to(features.dtype)  # (N, C)
     centred = torch.where(target[:, None] < 0, 0.0, centred)
     scatter = torch.einsum("nc,na,nb->cab", member, centred, centred)
@@ -78,6 +79,7 @@ def merge_moments(moments: Moments, other: Moments, *, decay: float = 1.0) -> Mo
     share = batch_share(moments.count, other.count, decay, moments.mean.dtype)[:, None]  # (C, 1)
     shift = other.mean - moments.mean  # (C, A)
     mean = moments.mean + share * shift
+    share, shift = share.to(moments.covariance.dtype), shift.to(moments.covariance.dtype)
     if moments.covariance.dim() == 3:
         share, between = share[:, :, None], shift[:, :, None] * shift[:, None, :]
     else:

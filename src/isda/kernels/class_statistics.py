@@ -188,14 +188,15 @@ def _class_statistics(  # type: ignore[no-untyped-def]
             )
             summed += tl.sum(tile.to(tl.float32), 0)
     amount = tl.cast(number, tl.float32)
-    weight = amount / seen.to(tl.float32)
+    # a GPU may round x / x to more than 1, and 1 − weight must not be negative
+    weight = tl.minimum(amount / seen.to(tl.float32), 1.0)
     if fade:  # in float64, because the difference to 1 may be small
         least = 1.0 - tl.exp(tl.cast(number, tl.float64) * log_decay)
         weight = tl.maximum(weight, least.to(tl.float32))
     if tl.program_id(1) == 0:
         tl.store(share + label, weight)
     batch_mean = summed / amount
-    shift = batch_mean - old_mean
+    shift = (batch_mean - old_mean).to(tl.float32)  # the mean is float64
     tl.store(mean + line, old_mean + weight * shift, mask=inside)  # Eq. 9
     spread = tl.zeros((features_block,), dtype=tl.float32)
     done = 0

@@ -93,7 +93,9 @@ def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: 
     """
     count, mean, covariance = moments
     if covariance.dim() == 2:
-        updated = update_moments(Moments(*moments), features.to(mean.dtype), target, decay=decay)
+        updated = update_moments(
+            Moments(*moments), features.to(covariance.dtype), target, decay=decay
+        )
         for buffer, value in zip(moments, updated, strict=True):
             buffer.copy_(value)
         return
@@ -104,17 +106,17 @@ def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: 
     number = batch_count[present]
     slots = torch.arange(len(present), device=target.device)
     slot = slots.repeat_interleave(number)  # (N',)
-    share = batch_share(count[present], number, decay, mean.dtype)
-    batch = features[order].to(mean.dtype)
+    share = batch_share(count[present], number, decay, covariance.dtype)
+    batch = features[order].to(covariance.dtype)
     # float64: a running float32 sum stops growing after some millions of samples
     total = batch.new_zeros(len(present), batch.shape[1], dtype=torch.float64)
-    batch_mean = (total.index_add_(0, slot, batch.double()) / number[:, None]).to(mean.dtype)
-    shift = batch_mean - mean[present]  # (P, A)
+    batch_mean = total.index_add_(0, slot, batch.double()) / number[:, None]
+    shift = (batch_mean - mean[present]).to(batch.dtype)  # (P, A)
     # per class its scaled centred samples, then its scaled shift: one product gives both summands
     rows = batch.new_empty(len(order) + len(present), batch.shape[1])
     scale = (share / number).sqrt()[slot]
     rows[torch.arange(len(order), device=target.device) + slot] = (
-        batch - batch_mean[slot]
+        batch - batch_mean[slot].to(batch.dtype)
     ) * scale[:, None]
     rows[number.cumsum(0) + slots] = shift * (share * (1 - share)).sqrt()[:, None]
     parts = rows.split((number + 1).tolist())
