@@ -107,7 +107,7 @@ class TableArguments:
                 flags += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
         for option in fields(Options):
             value, flag = getattr(self.options, option.name), option.name.replace("_", "-")
-            if value == option.default or not option.compare:
+            if value == option.default:
                 continue
             if isinstance(value, bool):
                 flags.append(f"--{flag}" if value else f"--no-{flag}")

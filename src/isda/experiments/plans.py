@@ -25,6 +25,10 @@ class Planned:
     options: Options
     """How to run the training."""
 
+    def __post_init__(self) -> None:
+        for recipe in self.recipes.values():
+            recipe.require_ramp()
+
     def plans(self) -> list[Plan]:
         """One plan per recipe and seed."""
         return [Plan(name, recipe, seed) for name, recipe in self.recipes.items()

@@ -155,7 +155,7 @@ def _merged(given: Options, line: Options) -> Options:
     changed = {
         field.name: getattr(line, field.name)
         for field in dataclasses.fields(Options)
-        if field.init and getattr(line, field.name) != field.default
+        if getattr(line, field.name) != field.default
     }
     if given.minutes is None:
         return replace(given, **{**changed, "resume": True, "minutes": None})

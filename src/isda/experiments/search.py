@@ -84,6 +84,7 @@ def search(
     if candidates is None:
         candidates = _IMAGENET_CANDIDATES if recipe.data == "imagenet" else _CANDIDATES
     _require_candidates(candidates)
+    replace(recipe, lambda_0=max(candidates)).require_ramp()
     require_seeds("seeds", seeds)
     require_seeds("final_seeds", final_seeds)
     if hold_out is None:

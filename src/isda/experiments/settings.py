@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError, unknown
 
@@ -179,6 +179,21 @@ class Recipe:
         """
         return 1.0 if self.ramp == "constant" else epoch / self.epochs
 
+    def require_ramp(self) -> None:
+        """Raise InputError if the strength is 0 in every epoch although lambda_0 is not."""
+        if self.lambda_0 > 0 and not self.progress_at(self.epochs - 1) and self.ramp == "epoch":
+            raise InputError(
+                f"epochs must be >= 2 for lambda_0 {self.lambda_0:g} to have an effect: with ramp "
+                "epoch, the first epoch is cross entropy; use more epochs, or --ramp step"
+            )
+
+    @property
+    def augmentation(self) -> str:
+        """The augmentations in words; those of image files are not a setting."""
+        if self.data == "imagenet" or self.data.startswith("imagefolder:"):
+            return "random crop, flip"
+        return ", ".join(self.augment) or "none"
+
     def baseline(self) -> "Recipe":
         """The same recipe with cross entropy."""
         return replace(
@@ -266,12 +281,15 @@ class Options:
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
 
-    started_at: float = dataclasses.field(
-        init=False, compare=False, default_factory=lambda: time.monotonic()
-    )
-    """Start of the time limit: when the options were created, by ``time.monotonic``."""
+    _started_at: ClassVar[float]  # set per object; not a field, which would be a flag
+
+    @property
+    def started_at(self) -> float:
+        """Start of the time limit: when the options were created, by ``time.monotonic``."""
+        return self._started_at
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_started_at", time.monotonic())
         _require(self.side_by_side >= 0, "side_by_side", self.side_by_side, ">= 0")
         seconds = self.checkpoint_seconds
         _require(seconds >= 0, "checkpoint_seconds", seconds, ">= 0")

@@ -1,6 +1,6 @@
 """A method compared with its baseline over seeds.
 
-The result of a run is its mean over the last 10 epochs. Recipes are reported as mean ± standard
+The result of a run is its mean over its last epochs. Recipes are reported as mean ± standard
 deviation over seeds, and compared by the difference with a 95 % interval, paired by seed where both
 sides have the same seeds.
 """
@@ -11,8 +11,15 @@ from typing import Any
 
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import COMPANIONS, RECIPES
-from isda.experiments.records import Run, Summary, summary
-from isda.experiments.report.intervals import Difference, Estimate, difference, estimate, signed
+from isda.experiments.records import Run, Summary, result_epochs, summary
+from isda.experiments.report.intervals import (
+    Difference,
+    Estimate,
+    difference,
+    estimate,
+    interval_words,
+    signed,
+)
 from isda.experiments.report.text import text_table
 from isda.experiments.settings import Recipe, differing_fields
 
@@ -31,6 +38,7 @@ __all__ = [
     "same_training",
     "sentence",
     "verdict",
+    "window_words",
 ]
 
 
@@ -233,11 +241,19 @@ def sentence(result: Comparison) -> str:
 def comparison_table(result: Comparison) -> str:
     """The comparison as a text table and a sentence."""
     header, *rows = comparison_rows(result)
-    notes = [sentence(result)]
+    notes = [sentence(result), window_words(result)]
     left_out = sum(side.unfinished for side in result.sides)
     if left_out:
         notes.append(f"Left out: {left_out} unfinished run{'s' if left_out > 1 else ''}.")
     return "\n".join([text_table(header, rows), "", *notes])
+
+
+def window_words(result: Comparison) -> str:
+    """Sentence on the epochs whose mean is the result of a run."""
+    epochs = result.method.recipe.epochs
+    number = result_epochs(epochs)
+    last = "its last epoch" if number == 1 else f"the mean of its last {number} epochs"
+    return f"The result of a run is {last} of {epochs}."
 
 
 def verdict(change: Difference) -> str:
@@ -301,11 +317,11 @@ def _clause(result: Comparison) -> str:
     effect = f"{result.method.label} {verb} {error} by {points} points"
     if float(points) == 0:
         effect = f"{result.method.label} does not change {error}"
+    if result.difference.constant:
+        return f"{effect}, the same in all seeds ({seeds})"
     if interval is None:
         return f"{effect} ({seeds}); an interval needs at least 2 seeds per side"
-    low, high = sorted((-interval[0], -interval[1]) if change > 0 else interval)
-    ends = f"{low:z.2f} to {high:z.2f}".replace("-", "−")
-    effect += f" (95 % interval {ends}, {seeds})"
+    effect += f" (95 % interval of the difference {interval_words(interval)}, {seeds})"
     if not result.difference.significant:
         at = seeds.partition(";")[0].replace("paired ", "")
         return f"the difference is not significant at {at}: {effect}"

@@ -10,13 +10,20 @@ import jinja2
 
 from isda.experiments.files import write_text
 from isda.experiments.published import PUBLISHED
-from isda.experiments.records import LAST_EPOCHS, Run
-from isda.experiments.report.comparison import Comparison, Side, comparison_rows, sentence
+from isda.experiments.records import Run
+from isda.experiments.report.comparison import (
+    Comparison,
+    Side,
+    comparison_rows,
+    sentence,
+    window_words,
+)
 from isda.experiments.report.curves import BASELINE, METHOD, OTHERS, Line, curves
 from isda.experiments.report.intervals import signed
 from isda.experiments.report.overview import COSTS_TITLE, overview
 from isda.experiments.report.paper_tables import NAMES, TABLES, cell_recipes
 from isda.experiments.report.tables import our_result, pair_rows, pairs
+from isda.experiments.settings import Recipe
 
 __all__ = ["write_comparison_page", "write_report_page"]
 
@@ -26,7 +33,7 @@ def write_comparison_page(path: Path | str, result: Comparison) -> None:
     header, *rows = comparison_rows(result)
     seeds = sorted({seed for side in result.sides for seed in side.runs})
     fields = [
-        (field, *(_setting(getattr(side.recipe, field)) for side in result.sides))
+        (field, *(_setting(side.recipe, field) for side in result.sides))
         for field in result.method.recipe.as_dict()
     ]
     text = _page(
@@ -46,7 +53,7 @@ def write_comparison_page(path: Path | str, result: Comparison) -> None:
         environments=_environments(result.sides),
         error_curves=curves(_lines(result), "test_error", f"{result.split} error, %"),
         loss_curves=curves(_lines(result), "train_loss", "training loss"),
-        last_epochs=min(LAST_EPOCHS, result.method.recipe.epochs),
+        window=window_words(result),
     )  # fmt: skip
     write_text(Path(path), text)
 
@@ -84,7 +91,6 @@ def write_report_page(
         lines=_lines,
         names=NAMES,
         environments=_environments(found.sides.values()),
-        last_epochs=LAST_EPOCHS,
     )
     write_text(Path(path), text)
 
@@ -165,7 +171,8 @@ def _optional(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _setting(value: Any) -> str:
+def _setting(recipe: Recipe, field: str) -> str:
+    value = recipe.augmentation if field == "augment" else getattr(recipe, field)
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):

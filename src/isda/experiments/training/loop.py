@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -325,8 +326,11 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
 def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
     """Epochs to train, with a progress bar; in a log file, a line every 30 seconds."""
     first = lanes[0].epoch
-    seeds = " ".join(str(lane.seed) for lane in lanes)
-    label = f"{lanes[0].recipe.data} {lanes[0].recipe.network}, seed {seeds}"
+    methods: dict[str, list[str]] = {}
+    for lane in lanes:
+        methods.setdefault(lane.recipe.method, []).append(str(lane.seed))
+    runs = ", ".join(f"{method} seed {' '.join(seeds)}" for method, seeds in methods.items())
+    label = f"{PurePath(lanes[0].recipe.data).name} {lanes[0].recipe.network}, {runs}"
     interactive = sys.stderr.isatty()
     bar = tqdm(
         range(first, until),

@@ -1,0 +1,66 @@
+"""Entry point of the command ``isda``.
+
+Importing torch takes seconds. So this module imports nothing but the standard library: ``isda
+--help`` answers at once, and Ctrl-C during the imports ends the command without a traceback.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+__all__ = ["COMMANDS", "USAGE", "main"]
+
+COMMANDS = {
+    "train": "Train a recipe, one run per seed.",
+    "compare": "Train with cross entropy and with ISDA, and compare over seeds.",
+    "search": "Choose λ₀ on held-out training images, then train on all and test.",
+    "table": "Show a table of the paper with our numbers, or train a cell of it.",
+    "queue": "Train what a file of commands needs; skip what is finished.",
+    "report": "Show all tables with our numbers, export records, update pages.",
+    "cost": "Measure what ISDA adds to a training step in time and memory.",
+    "list": "Show all recipes with the paper's test error and ours.",
+}
+"""What the commands do, by name."""
+
+USAGE = "\n".join(
+    [
+        "usage: isda COMMAND [RECIPE] [FLAGS]",
+        "",
+        *(f"  {name:8} {description}" for name, description in COMMANDS.items()),
+        "",
+        "A recipe is <data>-<network>-<method>. The default is",
+        "digits-resnet8-isda, which needs no download and no GPU.",
+        "`isda COMMAND RECIPE --help` lists the flags and their defaults.",
+        "",
+        "  isda train cifar100-resnet32-isda --seeds 0 1 2 --download",
+        "  isda compare --data imagefolder:photos --network timm:resnet18",
+    ]
+)
+"""The answer to ``isda --help``."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; see :func:`isda.experiments.cli.main`."""
+    usual = signal.signal(signal.SIGINT, _interrupted)
+    words = list(sys.argv[1:] if words is None else words)
+    if not words or words[0] in ("-h", "--help"):
+        for stream in (sys.stdout, sys.stderr):
+            getattr(stream, "reconfigure", lambda errors: None)(errors="replace")
+        print(USAGE)
+        return 0
+    from isda.experiments import cli
+
+    signal.signal(signal.SIGINT, usual)
+    return cli.main(words)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    # sys.exit would raise SystemExit inside an import, which some modules catch
+    os.write(2, b"isda: interrupted\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
