@@ -4,6 +4,7 @@ Importing torch takes seconds. So this module imports nothing but the standard l
 --help`` answers at once, and Ctrl-C during the imports ends the command without a traceback.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -42,8 +43,22 @@ USAGE = "\n".join(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; see :func:`isda.experiments.cli.main`."""
-    usual = signal.signal(signal.SIGINT, _interrupted)
+    """Run a command and return its exit code; see :func:`isda.experiments.cli.main`.
+
+    Ctrl-C ends the process at once: every file is written under another name and renamed, and runs
+    continue from their checkpoints.
+    """
+    process = os.getpid()
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:  # not a forked process that reads images
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            start = b"\n" if os.isatty(2) else b""  # below the progress bar
+            os.write(2, start + b"isda: interrupted; --resume continues from the last checkpoint\n")
+        os._exit(128 + number)  # SystemExit could be caught by a module that is being imported
+
+    signal.signal(signal.SIGINT, interrupted)
     words = list(sys.argv[1:] if words is None else words)
     if not words or words[0] in ("-h", "--help"):
         for stream in (sys.stdout, sys.stderr):
@@ -52,14 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     from isda.experiments import cli
 
-    signal.signal(signal.SIGINT, usual)
     return cli.main(words)
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    # sys.exit would raise SystemExit inside an import, which some modules catch
-    os.write(2, b"isda: interrupted\n")
-    os._exit(128 + number)
 
 
 if __name__ == "__main__":

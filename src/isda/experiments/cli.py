@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 from isda._version import __version__
-from isda.experiments.errors import InputError, TimeUp, unknown
+from isda.experiments.errors import InputError, StoppedElsewhere, TimeUp, unknown
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
 from isda.experiments.settings import require_seeds
 from isda_command import COMMANDS, USAGE
@@ -42,6 +42,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 warnings.showwarning = _show_warning  # type: ignore[assignment]
                 run(words[0], words[1:])
         sys.stdout.flush()  # raises BrokenPipeError here, not at exit
+    except StoppedElsewhere:
+        return 2  # another process says why
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2
@@ -78,31 +80,35 @@ def run(command: str, words: list[str]) -> None:
 def _train(words: list[str]) -> None:
     """Train a recipe, one run per seed."""
     from isda.experiments.plans import plan_train
+    from isda.experiments.training.failures import finished_first
     from isda.experiments.training.loop import train
 
     planned = plan_train(words, description=COMMANDS["train"])
-    for one in train(planned.plans(), planned.options):
-        result = summary(one)
-        split = "validation" if one.recipe.hold_out else "test"
-        print(f"{one.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
+    with finished_first(train, planned.plans(), planned.options) as runs:
+        for one in runs:
+            result = summary(one)
+            split = "validation" if one.recipe.hold_out else "test"
+            print(f"{one.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
 
 
 def _compare(words: list[str]) -> None:
     """Train with cross entropy and with ISDA, and compare over seeds."""
     from isda.experiments.plans import plan_compare
     from isda.experiments.report.comparison import comparison, comparison_table
+    from isda.experiments.training.failures import finished_first
     from isda.experiments.training.loop import train
 
     planned = plan_compare(words, description=COMMANDS["compare"])
-    runs = train(planned.plans(), planned.options)
-    if not runs:
-        return  # only rank 0 has the records
-    from isda.experiments.report.pages import write_comparison_page  # imports matplotlib
+    with finished_first(train, planned.plans(), planned.options) as runs:
+        names = {run.name for run in runs}
+        if not names >= planned.recipes.keys():
+            return  # only rank 0 has the records; or all runs of a side have failed
+        from isda.experiments.report.pages import write_comparison_page  # imports matplotlib
 
-    result = comparison(runs, *planned.recipes)
-    page = planned.options.out / f"{result.method.name}.html"
-    write_comparison_page(page, result)
-    print(f"{comparison_table(result)}\n{page}")
+        result = comparison(runs, *planned.recipes)
+        page = planned.options.out / f"{result.method.name}.html"
+        write_comparison_page(page, result)
+        print(f"{comparison_table(result)}\n{page}")
 
 
 def _search(words: list[str]) -> None:

@@ -19,6 +19,7 @@ from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.search import search, search_table
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop
+from isda.experiments.training.failures import finished_first
 
 __all__ = ["read_queue", "work_through"]
 
@@ -115,9 +116,10 @@ def _train(line: _Line, planned: Planned, options: Options, results: Path) -> No
     print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
     if not waiting:
         return
-    for run in loop.train(waiting, options):
-        result = summary(run)
-        print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s", flush=True)
+    with finished_first(loop.train, waiting, options) as runs:
+        for run in runs:
+            result = summary(run)
+            print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s", flush=True)
 
 
 def _search(line: _Line, task: _Search, options: Options) -> None:

@@ -7,6 +7,7 @@ train`` with the same settings, so a search that was killed can be resumed.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any
 import torch
 
 from isda import distributed
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, RunsFailed, StoppedElsewhere
 from isda.experiments.files import write_text
 from isda.experiments.recipes import RECIPES, baseline_of, run_name
+from isda.experiments.records import Run
 from isda.experiments.report.comparison import Side, create_side
 from isda.experiments.report.intervals import RESOLUTION
 from isda.experiments.report.text import text_table
@@ -151,7 +153,18 @@ def _trials(
 ) -> list[Side]:
     """Train every recipe with every seed in one go; empty on ranks other than 0."""
     plans = [Plan(named(recipe), recipe, seed) for recipe in recipes for seed in seeds]
-    runs = train(plans, options)
+    try:
+        runs: Sequence[Run] = train(plans, options)
+    except RunsFailed as error:  # of candidates with too large a λ₀, for example
+        runs = error.runs
+        complete = Counter(run.name for run in runs)
+        recipes = [recipe for recipe in recipes if complete[named(recipe)] == len(seeds)]
+        if not any(recipe.method == "isda" for recipe in recipes):
+            raise
+    except StoppedElsewhere as error:
+        if error.fatal:
+            raise
+        runs = []
     return [create_side(runs, named(recipe)) for recipe in recipes] if runs else []
 
 
