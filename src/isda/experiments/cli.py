@@ -4,6 +4,7 @@ Every command imports what it needs when it runs: printing a table does not impo
 code.
 """
 
+import contextlib
 import io
 import os
 import shlex
@@ -93,13 +94,20 @@ def _train(words: list[str]) -> None:
 
 def _compare(words: list[str]) -> None:
     """Train with cross entropy and with ISDA, and compare over seeds."""
-    from isda.experiments.plans import plan_compare
+    from isda.experiments.auto import choose_lambda_0
+    from isda.experiments.plans import AutoComparison, plan_compare
     from isda.experiments.report.comparison import comparison, comparison_table
+    from isda.experiments.training.device import join_processes
     from isda.experiments.training.failures import finished_first
     from isda.experiments.training.loop import train
 
     planned = plan_compare(words, description=COMMANDS["compare"])
-    with finished_first(train, planned.plans(), planned.options) as runs:
+    with contextlib.ExitStack() as stack:
+        choice = None
+        if isinstance(planned, AutoComparison):
+            stack.enter_context(join_processes(planned.options.device))  # for both trainings
+            planned, choice = choose_lambda_0(planned)
+        runs = stack.enter_context(finished_first(train, planned.plans(), planned.options))
         names = {run.name for run in runs}
         if not names >= planned.recipes.keys():
             return  # only rank 0 has the records; or all runs of a side have failed
@@ -107,7 +115,7 @@ def _compare(words: list[str]) -> None:
 
         result = comparison(runs, *planned.recipes)
         page = planned.options.out / f"{result.method.name}.html"
-        write_comparison_page(page, result)
+        write_comparison_page(page, result, choice=choice)
         print(f"{comparison_table(result)}\n{page}")
 
 

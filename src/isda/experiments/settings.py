@@ -69,7 +69,8 @@ class Recipe:
     """Epochs to shift the cosine schedule by; with 1 the last epoch has learning rate 0."""
 
     lambda_0: float = 0.0
-    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy."""
+    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy. isda compare takes auto:
+    choose it on held-out training images."""
 
     covariance: Literal["full", "diagonal", "shared", "identity"] = "full"
     """Covariance: full or diagonal per class, one shared by all classes, or identity."""
@@ -179,6 +180,11 @@ class Recipe:
         """
         return 1.0 if self.ramp == "constant" else epoch / self.epochs
 
+    def shortened(self, epochs: int) -> "Recipe":
+        """The same recipe with fewer epochs; milestones keep their share of the training."""
+        scaled = {max(1, round(m * epochs / self.epochs)) for m in self.milestones}
+        return replace(self, epochs=epochs, milestones=tuple(sorted(scaled)))
+
     def require_ramp(self) -> None:
         """Raise InputError if the strength is 0 in every epoch although lambda_0 is not."""
         if self.lambda_0 > 0 and not self.progress_at(self.epochs - 1) and self.ramp == "epoch":
@@ -287,6 +293,12 @@ class Options:
     def started_at(self) -> float:
         """Start of the time limit: when the options were created, by ``time.monotonic``."""
         return self._started_at
+
+    def resuming(self) -> "Options":
+        """A copy that resumes runs, with the same start of the time limit."""
+        copy = replace(self, resume=True)
+        object.__setattr__(copy, "_started_at", self._started_at)
+        return copy
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_started_at", time.monotonic())

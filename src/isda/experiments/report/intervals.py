@@ -17,6 +17,7 @@ __all__ = [
     "difference",
     "estimate",
     "interval_words",
+    "mean_interval",
     "signed",
 ]
 
@@ -122,6 +123,14 @@ def difference(baseline: Mapping[int, float], method: Mapping[int, float]) -> Di
         freedom = variance**2 / spread if spread > 0 else 1.0
     half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
     return Difference(mean, (mean - half, mean + half), paired, counts, without)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % Student-t interval of the mean of two or more values."""
+    mean = math.fsum(values) / len(values)
+    spread = math.sqrt(_variance(values) / len(values))
+    half = float(stdtrit(len(values) - 1, 0.975)) * spread
+    return mean - half, mean + half
 
 
 def signed(change: Difference | float, digits: int = 2) -> str:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -19,17 +19,29 @@ from isda.experiments.report.comparison import (
     window_words,
 )
 from isda.experiments.report.curves import BASELINE, METHOD, OTHERS, Line, curves
+from isda.experiments.report.diagrams import lambda_curve
 from isda.experiments.report.intervals import signed
 from isda.experiments.report.overview import COSTS_TITLE, overview
 from isda.experiments.report.paper_tables import NAMES, TABLES, cell_recipes
 from isda.experiments.report.tables import our_result, pair_rows, pairs
 from isda.experiments.settings import Recipe
 
+if TYPE_CHECKING:
+    from isda.experiments.search import Choice  # which imports the training code
+
 __all__ = ["write_comparison_page", "write_report_page"]
 
 
-def write_comparison_page(path: Path | str, result: Comparison) -> None:
-    """Write a comparison as one HTML page without scripts or external files."""
+def write_comparison_page(
+    path: Path | str, result: Comparison, *, choice: "Choice | None" = None
+) -> None:
+    """Write a comparison as one HTML page without scripts or external files.
+
+    Args:
+        path: HTML file.
+        result: the comparison.
+        choice: how λ₀ was chosen, if it was searched for.
+    """
     header, *rows = comparison_rows(result)
     seeds = sorted({seed for side in result.sides for seed in side.runs})
     fields = [
@@ -54,6 +66,8 @@ def write_comparison_page(path: Path | str, result: Comparison) -> None:
         error_curves=curves(_lines(result), "test_error", f"{result.split} error, %"),
         loss_curves=curves(_lines(result), "train_loss", "training loss"),
         window=window_words(result),
+        choice=choice,
+        lambda_curve=lambda_curve(choice) if choice is not None else None,
     )  # fmt: skip
     write_text(Path(path), text)
 
