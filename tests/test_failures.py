@@ -30,7 +30,7 @@ RECIPE = Recipe(
     weight_decay=5e-4, hold_out=1200, method="ce",
 )  # fmt: skip
 WILD = replace(RECIPE, learning_rate=1e12)
-TIMES = ("seconds", "images_per_second", "side_by_side")
+TIMES = ("seconds", "images_per_second", "side_by_side", "peak_mib")
 
 
 @pytest.fixture

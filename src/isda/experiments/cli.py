@@ -11,11 +11,12 @@ import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from isda._version import __version__
 from isda.experiments.errors import InputError, StoppedElsewhere, TimeUp, unknown
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
-from isda.experiments.settings import require_seeds
+from isda.experiments.settings import Options, Recipe, require_seeds
 from isda_command import COMMANDS, USAGE
 
 __all__ = ["TIME_UP", "main", "run"]
@@ -115,8 +116,20 @@ def _compare(words: list[str]) -> None:
 
         result = comparison(runs, *planned.recipes)
         page = planned.options.out / f"{result.method.name}.html"
-        write_comparison_page(page, result, choice=choice)
+        pictures = partial(_pictures, result.method.recipe, planned.options)
+        write_comparison_page(page, result, choice=choice, pictures=pictures)
         print(f"{comparison_table(result)}\n{page}")
+
+
+def _pictures(recipe: Recipe, options: Options, seed: int, indices: list[int]) -> dict[int, bytes]:
+    """Pictures of test images; none if they cannot be read."""
+    from isda.experiments.training.predicted_images import thumbnails
+
+    try:
+        return thumbnails(recipe, seed, indices, options)
+    except (InputError, OSError) as error:  # the runs may have been copied without their images
+        warnings.warn(f"no pictures on the page: {error}", stacklevel=2)
+        return {}
 
 
 def _search(words: list[str]) -> None:

@@ -18,6 +18,7 @@ from isda.experiments.report.intervals import (
     difference,
     estimate,
     interval_words,
+    seeds_needed,
     signed,
 )
 from isda.experiments.report.text import text_table
@@ -26,6 +27,7 @@ from isda.experiments.settings import Recipe, differing_fields
 __all__ = [
     "Comparison",
     "Side",
+    "advice",
     "compare",
     "comparison",
     "comparison_rows",
@@ -265,6 +267,31 @@ def verdict(change: Difference) -> str:
     return "lower" if change.mean < 0 else "higher"
 
 
+def advice(result: Comparison) -> tuple[str, str]:
+    """Whether to use the method, in a word or two, and why or what to do next."""
+    change, label = result.difference, result.method.label
+    if change.significant:
+        if change.mean < 0:
+            return "Yes", f"{label} has the lower {result.split} error here."
+        return "No", f"{label} has the higher {result.split} error here."
+    more = "continue with more --seeds and --resume"
+    if change.interval is None:
+        return "Too early to say", f"One seed cannot tell a difference from chance: {more}."
+    if change.constant:
+        return "Too early to say", f"All seeds agree, which is chance in so few images: {more}."
+    needed = seeds_needed(change)
+    if not change.paired or needed is None:
+        return (
+            "Not clear from these seeds",
+            f"A difference of this size needs many seeds to be shown: {more}.",
+        )
+    size = f"{abs(change.mean):.2f} points"
+    return (
+        "Not clear from these seeds",
+        f"If the difference is {size}, about {needed} seeds would show it: {more}.",
+    )
+
+
 def comparison_rows(result: Comparison) -> list[list[str]]:
     """Header, then one row per quantity: baseline, method, difference."""
     rows = [["", *(side.label for side in result.sides), "difference (95 % interval)"]]
@@ -279,7 +306,19 @@ def comparison_rows(result: Comparison) -> list[list[str]]:
             cells = [estimate(list(values.values())).format(digits) for values in sides]
             rows.append([title, *cells, signed(difference(*sides), digits)])
     seconds = [side.values(lambda s: s.seconds / s.epochs) for side in result.sides]
-    rows.append(["s / epoch", *(estimate(list(v.values())).format() for v in seconds), ""])
+    means = [estimate(list(values.values())) for values in seconds]
+    added = ""
+    if means[0].mean > 0:
+        added = f"{100 * (means[1].mean / means[0].mean - 1):+.0f} %".replace("-", "−")
+    rows.append(["s / epoch", *(mean.format() for mean in means), added])
+    for title, key in (("statistics, MiB", "statistics_mib"), ("peak GPU memory, MiB", "peak_mib")):
+        sizes = [
+            [run.metrics()[-1][key] for run in side.runs.values() if key in run.metrics()[-1]]
+            for side in result.sides
+        ]
+        if all(sizes):
+            most = [max(side) for side in sizes]
+            rows.append([title, *(f"{size:.2f}" for size in most), f"{most[1] - most[0]:+.2f}"])
     return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
 
 

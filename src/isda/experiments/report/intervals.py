@@ -18,6 +18,7 @@ __all__ = [
     "estimate",
     "interval_words",
     "mean_interval",
+    "seeds_needed",
     "signed",
 ]
 
@@ -123,6 +124,19 @@ def difference(baseline: Mapping[int, float], method: Mapping[int, float]) -> Di
         freedom = variance**2 / spread if spread > 0 else 1.0
     half = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
     return Difference(mean, (mean - half, mean + half), paired, counts, without)
+
+
+def seeds_needed(change: Difference, limit: int = 50) -> int | None:
+    """Paired seeds with which an interval of the same spread would exclude zero; None: too many."""
+    number = change.counts[0]
+    if change.interval is None or number < 2:
+        return None
+    half = (change.interval[1] - change.interval[0]) / 2
+    spread = half * math.sqrt(number) / float(stdtrit(number - 1, 0.975))
+    for count in range(number, limit + 1):
+        if float(stdtrit(count - 1, 0.975)) * spread / math.sqrt(count) < abs(change.mean):
+            return count
+    return None
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """Comparisons and the whole report as self-contained HTML pages."""
 
+import base64
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,15 +12,24 @@ import jinja2
 from isda.experiments.files import write_text
 from isda.experiments.published import PUBLISHED
 from isda.experiments.records import Run
+from isda.experiments.report.classes import (
+    Evidence,
+    changed_images,
+    class_rows,
+    confused_rows,
+    evidence,
+    reliability,
+)
 from isda.experiments.report.comparison import (
     Comparison,
     Side,
+    advice,
     comparison_rows,
     sentence,
     window_words,
 )
 from isda.experiments.report.curves import BASELINE, METHOD, OTHERS, Line, curves
-from isda.experiments.report.diagrams import lambda_curve
+from isda.experiments.report.diagrams import lambda_curve, reliability_diagram
 from isda.experiments.report.intervals import signed
 from isda.experiments.report.overview import COSTS_TITLE, overview
 from isda.experiments.report.paper_tables import NAMES, TABLES, cell_recipes
@@ -33,7 +43,11 @@ __all__ = ["write_comparison_page", "write_report_page"]
 
 
 def write_comparison_page(
-    path: Path | str, result: Comparison, *, choice: "Choice | None" = None
+    path: Path | str,
+    result: Comparison,
+    *,
+    choice: "Choice | None" = None,
+    pictures: Callable[[int, list[int]], dict[int, bytes]] | None = None,
 ) -> None:
     """Write a comparison as one HTML page without scripts or external files.
 
@@ -41,7 +55,10 @@ def write_comparison_page(
         path: HTML file.
         result: the comparison.
         choice: how λ₀ was chosen, if it was searched for.
+        pictures: PNG pictures of test images by index, given the seed of a run and the indices.
     """
+    found = evidence(result)
+    answer, reason = advice(result)
     header, *rows = comparison_rows(result)
     seeds = sorted({seed for side in result.sides for seed in side.runs})
     fields = [
@@ -66,10 +83,51 @@ def write_comparison_page(
         error_curves=curves(_lines(result), "test_error", f"{result.split} error, %"),
         loss_curves=curves(_lines(result), "train_loss", "training loss"),
         window=window_words(result),
+        answer=answer,
+        reason=reason,
         choice=choice,
+        evidence=found,
+        **(_image_parts(found, result, pictures) if found else {}),
         lambda_curve=lambda_curve(choice) if choice is not None else None,
     )  # fmt: skip
     write_text(Path(path), text)
+
+
+def _image_parts(
+    found: Evidence,
+    result: Comparison,
+    pictures: Callable[[int, list[int]], dict[int, bytes]] | None,
+) -> dict[str, Any]:
+    """Parts of the page that look at single images: classes, confusions, reliability, examples."""
+    labels = [side.label for side in result.sides]
+    classes, confused = class_rows(found), confused_rows(found)
+    for rows, first in ((classes, 2), (confused, 1)):
+        rows[0][first : first + 2] = labels
+    examples = []
+    for title, images in zip(
+        (f"Only {labels[1]} is right", f"Only {labels[0]} is right"),
+        changed_images(found),
+        strict=True,
+    ):
+        by_seed: dict[int, list[int]] = {}
+        for one in images:
+            by_seed.setdefault(one.seed, []).append(one.index)
+        shown = {seed: pictures(seed, own) if pictures else {} for seed, own in by_seed.items()}
+        cards = [
+            (one, base64.b64encode(shown[one.seed][one.index]).decode())
+            for one in images
+            if one.index in shown[one.seed]
+        ]
+        examples.append((title, cards))
+    return {
+        "classes": classes,
+        "confused": confused,
+        "examples": examples,
+        "several": len(found.sides[0]) > 1 and found.same_images,
+        "reliability": reliability_diagram(
+            labels, [reliability(side) for side in found.sides], result.method.name
+        ),
+    }
 
 
 def write_report_page(

@@ -22,6 +22,7 @@ from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError, RunError, TimeUp
+from isda.experiments.predictions import save_predictions
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline, time_up
@@ -37,6 +38,7 @@ from isda.experiments.training.failures import (
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.parallel import train_in_processes
+from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.start import create_folders, finished_runs
@@ -209,6 +211,8 @@ class _Training:
         on_gpu = self.device.type == "cuda"
         runner = SideBySide(lanes, capture=self.options.capture and on_gpu and self.world == 1)
         writers = [_writer(member.run, self.options, lanes[0].epoch) for member in members]
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
         saved, stopped = time.monotonic(), False
         for epoch in _progress(lanes, until, show=self.progress and self.rank == 0):
             began = time.perf_counter()
@@ -230,11 +234,12 @@ class _Training:
             stopped = self.deadline.is_up(time.perf_counter() - began)
             last = stopped or epoch + 1 == until
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
+            memory = _peak_memory(lanes)
             with together():
                 for member, result, writer in zip(members, results, writers, strict=True):
                     if member.number in self.failures:
                         continue
-                    metrics = _metrics(member.lane, epoch, result, seconds, len(lanes))
+                    metrics = _metrics(member.lane, epoch, result, seconds, len(lanes), memory)
                     _write(member, metrics, writer, save=save, last=last)
             if save:
                 saved = time.monotonic()
@@ -251,10 +256,12 @@ class _Training:
 def _write(
     member: _Member, metrics: dict[str, Any], writer: Any, *, save: bool, last: bool
 ) -> None:
-    """Write the metrics of an epoch and, if asked for, a checkpoint."""
+    """Write the metrics of an epoch, the predictions of the last one, and maybe a checkpoint."""
     state = member.lane.state_dict() if save else None  # gathers from all ranks
     if member.run is not None:
         member.run.append(metrics)
+        if member.lane.epoch == member.lane.recipe.epochs:
+            save_predictions(member.run, predictions_of(member.lane))
         if state is not None:
             member.run.save(state, last=last)
     if writer is not None:
@@ -262,8 +269,21 @@ def _write(
             writer.add_scalar(key, value, metrics["epoch"])
 
 
+def _peak_memory(lanes: Sequence[Lane]) -> dict[str, float]:
+    """Peak memory per run of a GPU, if all its runs use the same method."""
+    device = lanes[0].device
+    if device.type != "cuda" or len({lane.recipe.method for lane in lanes}) > 1:
+        return {}
+    return {"peak_mib": torch.cuda.max_memory_allocated(device) / 2**20 / len(lanes)}
+
+
 def _metrics(
-    lane: Lane, epoch: int, result: list[float], seconds: float, side_by_side: int
+    lane: Lane,
+    epoch: int,
+    result: list[float],
+    seconds: float,
+    side_by_side: int,
+    memory: dict[str, float],
 ) -> dict[str, Any]:
     recipe = lane.recipe
     loss, error, test_loss, calibration, top5_error = result
@@ -279,6 +299,8 @@ def _metrics(
         "seconds": seconds,  # share of this run in the time of all runs side by side
         "images_per_second": lane.num_images / seconds,
         "side_by_side": side_by_side,
+        "statistics_mib": sum(b.nbytes for b in lane.criterion.buffers()) / 2**20,
+        **memory,
     }
 
 
