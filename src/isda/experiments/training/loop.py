@@ -10,8 +10,9 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -79,8 +80,7 @@ def train(
             return train_in_processes(plans, options)
         training = _Training(plans, options, device, rank, world, progress=progress)
         training.train(locks)
-        runs = training.runs
-        done = [runs[number] for number in sorted(runs) if number not in training.failures]
+        done = [run for n, run in sorted(training.runs.items()) if n not in training.failures]
         training.failures.raise_if_any(done)
     return done
 
@@ -112,6 +112,7 @@ class _Training:
         self.deadline = Deadline(options)
         self.failures = Failures(len(plans))
         self.runs: dict[int, RunFolder] = {}  # by number of the plan, on rank 0
+        self._begin: Callable[[Lane], dict[int, RunFolder]] | None = None  # until there are folders
         self._width: int | None = None  # most runs side by side, after running out of memory
 
     def train(self, locks: contextlib.ExitStack) -> None:
@@ -119,15 +120,8 @@ class _Training:
         if self.options.resume and self.world == 1:
             self.runs |= finished_runs(self.plans, self.options)
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
-        begun = False
+        self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
         for group, data in groups(self.plans, waiting, self.options, self.device):
-            if not begun:
-                lane = self._lane(group[0], data)
-                with together():
-                    if self.rank == 0:
-                        self.runs |= create_folders(self.plans, waiting, lane, self.options, locks)
-                begun = True
-                del lane
             parts = [group]
             while parts:
                 part = [number for number in parts.pop(0) if number not in self.failures]
@@ -159,7 +153,9 @@ class _Training:
             return False
         for number in part:
             if number not in self.failures:
-                self.failures.add(number, f"{self.runs[number].folder}: {reason}")
+                plan = self.plans[number]
+                folder = self.options.out / plan.name / str(plan.seed)
+                self.failures.add(number, f"{folder}: {reason}")
         return True
 
     def _lane(self, number: int, data: ImageArrays | FolderImages) -> Lane:
@@ -169,9 +165,15 @@ class _Training:
         return Lane(plan.recipe, plan.seed, images, self.device, rank=rank, world=world)
 
     def _train_group(self, group: list[int], data: ImageArrays | FolderImages) -> None:
+        lanes = [self._lane(number, data) for number in group]
+        if self._begin is not None:
+            with together():
+                if self.rank == 0:
+                    self.runs |= self._begin(lanes[0])
+            self._begin = None
         members = []
-        for number in group:
-            member = _Member(number, self._lane(number, data), self.runs.get(number))
+        for number, lane in zip(group, lanes, strict=True):
+            member = _Member(number, lane, self.runs.get(number))
             try:
                 _restore(member.lane, member.run)
             except RunError as error:

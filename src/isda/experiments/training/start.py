@@ -36,9 +36,9 @@ def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolde
 def create_folders(
     plans: Sequence[Plan],
     waiting: Sequence[int],
-    lane: Lane,
     options: Options,
     locks: contextlib.ExitStack,
+    lane: Lane,
 ) -> dict[int, RunFolder]:
     """Create and lock the run folders; an input error leaves no folders behind."""
     require_fit(lane)
