@@ -91,6 +91,15 @@ def test_a_run_that_diverges_later_keeps_its_last_good_checkpoint(
     assert state["epoch"] == 1
 
 
+def test_the_progress_bar_names_the_methods(
+    options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(groups, "_side_by_side", lambda *_: 3)
+    isda = replace(RECIPE, method="isda", lambda_0=1.0)
+    train([Plan("ce", RECIPE, 0), Plan("ce", RECIPE, 1), Plan("isda", isda, 0)], options)
+    assert "digits resnet8, ce seed 0 1, isda seed 0:" in capsys.readouterr().err
+
+
 def test_an_error_of_another_kind(
     options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -136,9 +136,7 @@ def test_sentence_when_worse_equal_or_uncertain(tmp_path):
         words("worse"),
     )
     same = comparison(load_runs(tmp_path / "same"), CE, ISDA)
-    assert sentence(same) == (
-        "ISDA does not change the test error, the same in all seeds (3 paired seeds)."
-    )
+    assert sentence(same) == ("ISDA does not change the test error in any seed (3 paired seeds).")
     assert signed(same.difference) == "+0.00"  # no interval of zero width
     assert words("noise").startswith(
         "The difference is not significant at 3 seeds: ISDA raises the test error by 0.10 points "

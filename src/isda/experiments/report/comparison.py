@@ -357,7 +357,8 @@ def _clause(result: Comparison) -> str:
     if float(points) == 0:
         effect = f"{result.method.label} does not change {error}"
     if result.difference.constant:
-        return f"{effect}, the same in all seeds ({seeds})"
+        same = " in any seed" if float(points) == 0 else ", the same in all seeds"
+        return f"{effect}{same} ({seeds})"
     if interval is None:
         return f"{effect} ({seeds}); an interval needs at least 2 seeds per side"
     effect += f" (95 % interval of the difference {interval_words(interval)}, {seeds})"
