@@ -47,7 +47,7 @@ RECIPE = Recipe(  # 238 images: batches of 64, 64, 64 and 46
 )  # fmt: skip
 STEPS = 4  # in an epoch
 PLANS = [Plan("one", RECIPE, 0), Plan("one", RECIPE, 1)]
-TIMES = ("seconds", "images_per_second")
+TIMES = ("seconds", "images_per_second", "peak_mib")
 
 
 @pytest.fixture(scope="module")

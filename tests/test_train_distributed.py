@@ -194,7 +194,7 @@ def test_resume_on_two_processes(options: Options) -> None:
 
 def test_torchrun(tmp_path: Path) -> None:
     """The command line under torchrun, both methods: one table, and the runs of one process."""
-    words = ["compare", "--epochs", "1", "--batch-size", "481", "--learning-rate", "0.02"]
+    words = ["compare", "--epochs", "2", "--batch-size", "481", "--learning-rate", "0.02"]
     words += ["--seeds", "0", "--device", "cpu", "--out", str(tmp_path / "two")]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
     command += ["--standalone", "-m", "isda.experiments.cli", *words]
@@ -202,7 +202,7 @@ def test_torchrun(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     assert result.stdout.count("test error, %") == 1
-    recipe = replace(RECIPES["digits-resnet8-isda"], epochs=1, batch_size=481, learning_rate=0.02)
+    recipe = replace(RECIPES["digits-resnet8-isda"], epochs=2, batch_size=481, learning_rate=0.02)
     two = [RunFolder(run.folder) for run in load_runs(tmp_path / "two")]
     plans = [Plan(recipe.method, recipe, 0) for recipe in (recipe.baseline(), recipe)]
     one = train(plans, Options(out=tmp_path / "one", device="cpu"))
@@ -215,4 +215,4 @@ def test_torchrun(tmp_path: Path) -> None:
     assert on_two(command_as_rank, words, tmp_path) == [2, 2]
     first, second = ((tmp_path / f"stderr{rank}").read_text() for rank in range(WORLD))
     assert "already holds a run: use --resume" in first
-    assert second == "isda: another process has stopped: see its message\n"
+    assert second == ""

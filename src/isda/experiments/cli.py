@@ -4,18 +4,20 @@ Every command imports what it needs when it runs: printing a table does not impo
 code.
 """
 
+import contextlib
 import io
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from isda._version import __version__
-from isda.experiments.errors import InputError, TimeUp, unknown
-from isda.experiments.recipes import DEFAULT
+from isda.experiments.errors import InputError, StoppedElsewhere, TimeUp, unknown
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
-from isda.experiments.settings import require_seeds
+from isda.experiments.settings import Options, Recipe, require_seeds
+from isda_command import COMMANDS, USAGE
 
 __all__ = ["TIME_UP", "main", "run"]
 
@@ -34,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # for terminals without λ and ±
     try:
         if not words or words[0] in ("-h", "--help"):
-            print(_USAGE)
+            print(USAGE)
         elif words[0] == "--version":
             print(f"torch-isda {__version__}")
         else:
@@ -42,6 +44,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 warnings.showwarning = _show_warning  # type: ignore[assignment]
                 run(words[0], words[1:])
         sys.stdout.flush()  # raises BrokenPipeError here, not at exit
+    except StoppedElsewhere:
+        return 2  # another process says why
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2
@@ -70,39 +74,62 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def run(command: str, words: list[str]) -> None:
     """Run a command with the words behind it; raises InputError for invalid input."""
-    if command not in _COMMANDS:
-        raise unknown("command", command, _COMMANDS)
-    _COMMANDS[command](words)
+    if command not in _FUNCTIONS:
+        raise unknown("command", command, _FUNCTIONS)
+    _FUNCTIONS[command](words)
 
 
 def _train(words: list[str]) -> None:
     """Train a recipe, one run per seed."""
     from isda.experiments.plans import plan_train
+    from isda.experiments.training.failures import finished_first
     from isda.experiments.training.loop import train
 
-    planned = plan_train(words, description=_description("train"))
-    for one in train(planned.plans(), planned.options):
-        result = summary(one)
-        split = "validation" if one.recipe.hold_out else "test"
-        print(f"{one.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
+    planned = plan_train(words, description=COMMANDS["train"])
+    with finished_first(train, planned.plans(), planned.options) as runs:
+        for one in runs:
+            result = summary(one)
+            split = "validation" if one.recipe.hold_out else "test"
+            print(f"{one.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
 
 
 def _compare(words: list[str]) -> None:
     """Train with cross entropy and with ISDA, and compare over seeds."""
-    from isda.experiments.plans import plan_compare
+    from isda.experiments.auto import choose_lambda_0
+    from isda.experiments.plans import AutoComparison, plan_compare
     from isda.experiments.report.comparison import comparison, comparison_table
+    from isda.experiments.training.device import join_processes
+    from isda.experiments.training.failures import finished_first
     from isda.experiments.training.loop import train
 
-    planned = plan_compare(words, description=_description("compare"))
-    runs = train(planned.plans(), planned.options)
-    if not runs:
-        return  # only rank 0 has the records
-    from isda.experiments.report.pages import write_comparison_page  # imports matplotlib
+    planned = plan_compare(words, description=COMMANDS["compare"])
+    with contextlib.ExitStack() as stack:
+        choice = None
+        if isinstance(planned, AutoComparison):
+            stack.enter_context(join_processes(planned.options.device))  # for both trainings
+            planned, choice = choose_lambda_0(planned)
+        runs = stack.enter_context(finished_first(train, planned.plans(), planned.options))
+        names = {run.name for run in runs}
+        if not names >= planned.recipes.keys():
+            return  # only rank 0 has the records; or all runs of a side have failed
+        from isda.experiments.report.pages import write_comparison_page  # imports matplotlib
 
-    result = comparison(runs, *planned.recipes)
-    page = planned.options.out / f"{result.method.name}.html"
-    write_comparison_page(page, result)
-    print(f"{comparison_table(result)}\n{page}")
+        result = comparison(runs, *planned.recipes)
+        page = planned.options.out / f"{result.method.name}.html"
+        pictures = partial(_pictures, result.method.recipe, planned.options)
+        write_comparison_page(page, result, choice=choice, pictures=pictures)
+        print(f"{comparison_table(result)}\n{page}")
+
+
+def _pictures(recipe: Recipe, options: Options, seed: int, indices: list[int]) -> dict[int, bytes]:
+    """Pictures of test images; none if they cannot be read."""
+    from isda.experiments.training.predicted_images import thumbnails
+
+    try:
+        return thumbnails(recipe, seed, indices, options)
+    except (InputError, OSError) as error:  # the runs may have been copied without their images
+        warnings.warn(f"no pictures on the page: {error}", stacklevel=2)
+        return {}
 
 
 def _search(words: list[str]) -> None:
@@ -111,7 +138,7 @@ def _search(words: list[str]) -> None:
     from isda.experiments.search import search, search_table
 
     given, start, name = parse_recipe(
-        SearchArguments, "search", words, description=_description("search")
+        SearchArguments, "search", words, description=COMMANDS["search"]
     )
     if given.recipe.method == "isda" and given.recipe.lambda_0 != start.lambda_0:
         raise InputError("isda search chooses lambda_0: give its values with --candidates")
@@ -136,7 +163,7 @@ def _table(words: list[str]) -> None:
     from isda.experiments.report.paper_tables import cell_recipes, get_table
     from isda.experiments.report.tables import cell_results, section
 
-    given = parse(TableArguments, "table", words, description=_description("table"))
+    given = parse(TableArguments, "table", words, description=COMMANDS["table"])
     table = get_table(given.table)
     if given.cell is None:
         if given != TableArguments(given.table, results=given.results):
@@ -165,7 +192,7 @@ def _queue(words: list[str]) -> None:
     from isda.experiments.arguments import QueueArguments, parse
     from isda.experiments.queue import work_through
 
-    work_through(parse(QueueArguments, "queue", words, description=_description("queue")))
+    work_through(parse(QueueArguments, "queue", words, description=COMMANDS["queue"]))
 
 
 def _report(words: list[str]) -> None:
@@ -177,7 +204,7 @@ def _report(words: list[str]) -> None:
     from isda.experiments.report.overview import report_markdown
     from isda.experiments.report.tables import update_markdown
 
-    given = parse(ReportArguments, "report", words, description=_description("report"))
+    given = parse(ReportArguments, "report", words, description=COMMANDS["report"])
     folder = given.runs or default_folder()
     if folder is None:
         raise InputError(
@@ -210,7 +237,7 @@ def _cost(words: list[str]) -> None:
     from isda.experiments.arguments import CostArguments, parse
     from isda.experiments.report.costs import costs_markdown
 
-    given = parse(CostArguments, "cost", words, description=_description("cost"))
+    given = parse(CostArguments, "cost", words, description=COMMANDS["cost"])
     if given.table:
         print(costs_markdown(given.table))
         return
@@ -224,11 +251,11 @@ def _list(words: list[str]) -> None:
     from isda.experiments.arguments import ListArguments, parse
     from isda.experiments.report.tables import recipes_table
 
-    given = parse(ListArguments, "list", words, description=_description("list"))
+    given = parse(ListArguments, "list", words, description=COMMANDS["list"])
     print(recipes_table(given.results or default_folder()))
 
 
-_COMMANDS: dict[str, Callable[[list[str]], None]] = {
+_FUNCTIONS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "compare": _compare,
     "search": _search,
@@ -238,26 +265,6 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "cost": _cost,
     "list": _list,
 }
-
-
-def _description(command: str) -> str:
-    return _COMMANDS[command].__doc__ or ""
-
-
-_USAGE = "\n".join(
-    [
-        "usage: isda COMMAND [RECIPE] [FLAGS]",
-        "",
-        *(f"  {name:8} {_description(name)}" for name in _COMMANDS),
-        "",
-        "A recipe is <data>-<network>-<method>. The default is",
-        f"{DEFAULT}, which needs no download and no GPU.",
-        "`isda COMMAND --help` lists the flags of a command.",
-        "",
-        "  isda train cifar100-resnet32-isda --seeds 0 1 2 --download",
-        "  isda compare --data imagefolder:photos --network timm:resnet18",
-    ]
-)
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

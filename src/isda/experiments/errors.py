@@ -2,9 +2,22 @@
 
 import contextlib
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-__all__ = ["InputError", "RunError", "TimeUp", "as_input_error", "unknown"]
+if TYPE_CHECKING:
+    from isda.experiments.records import Run  # which imports this module
+
+__all__ = [
+    "InputError",
+    "RunError",
+    "RunsFailed",
+    "StoppedElsewhere",
+    "TimeUp",
+    "WriteError",
+    "as_input_error",
+    "unknown",
+]
 
 
 class InputError(ValueError):
@@ -12,7 +25,40 @@ class InputError(ValueError):
 
 
 class RunError(InputError):
-    """A run that cannot continue, or a file that cannot be written."""
+    """A run that cannot continue."""
+
+    fatal = False
+    """Whether the other runs of the training cannot continue, either."""
+
+
+class WriteError(RunError):
+    """A file that cannot be written."""
+
+    fatal = True
+
+
+class StoppedElsewhere(RunError):
+    """Another process has stopped this training, and says why."""
+
+    def __init__(self, *, fatal: bool) -> None:
+        super().__init__("another process has stopped: see its message")
+        self.fatal = fatal
+
+
+class RunsFailed(RunError):
+    """Some runs of a training failed.
+
+    Args:
+        failures: what failed, and why.
+        runs: the runs that are finished.
+        total: number of runs.
+    """
+
+    def __init__(self, failures: Sequence[str], runs: "Sequence[Run]", total: int) -> None:
+        text = "".join(f"\n  {failure}" for failure in failures)
+        many = f"{len(failures)} of {total} runs failed:{text}"
+        super().__init__(failures[0] if total == 1 else many)
+        self.runs = list(runs)
 
 
 class TimeUp(Exception):

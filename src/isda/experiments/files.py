@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from isda.experiments.errors import InputError, RunError
+from isda.experiments.errors import InputError, WriteError
 
 __all__ = ["sync_folder", "write_bytes", "write_folder", "write_text", "writing"]
 
@@ -59,7 +59,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 def writing(
     path: Path, *, temporary: Path | None = None, keep: Sequence[Path] | None = None
 ) -> Iterator[None]:
-    """Turn a failed write into a RunError, which says whether the earlier file is intact.
+    """Turn a failed write into a WriteError, which says whether the earlier file is intact.
 
     Args:
         path: file or folder that is written.
@@ -85,7 +85,7 @@ def writing(
         if before is not None:
             intact = before in map(_identity, keep)
             message += "; earlier files are intact" if intact else "; the file may be incomplete"
-        raise RunError(message) from error
+        raise WriteError(message) from error
 
 
 def sync_folder(folder: Path) -> None:

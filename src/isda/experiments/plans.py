@@ -1,15 +1,22 @@
 """The runs that a command trains: ``isda train``, ``compare`` and ``table --cell``."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
-from isda.experiments.arguments import TableArguments, TrainArguments, parse, parse_recipe
+from isda.experiments.arguments import (
+    CompareArguments,
+    TableArguments,
+    TrainArguments,
+    parse,
+    parse_recipe,
+)
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import baseline_of, get_recipe, run_name
 from isda.experiments.report.paper_tables import cell_recipes
 from isda.experiments.settings import Options, Recipe, require_seeds
 from isda.experiments.training.groups import Plan
 
-__all__ = ["Planned", "plan_cell", "plan_command", "plan_compare", "plan_train"]
+__all__ = ["AutoComparison", "Planned", "plan_cell", "plan_command", "plan_compare", "plan_train"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +32,54 @@ class Planned:
     options: Options
     """How to run the training."""
 
+    def __post_init__(self) -> None:
+        for recipe in self.recipes.values():
+            recipe.require_ramp()
+
     def plans(self) -> list[Plan]:
         """One plan per recipe and seed."""
         return [Plan(name, recipe, seed) for name, recipe in self.recipes.items()
                 for seed in self.seeds]  # fmt: skip
 
 
-def plan_command(words: list[str]) -> Planned:
+@dataclass(frozen=True)
+class AutoComparison:
+    """A comparison whose λ₀ is still to be chosen on held-out images."""
+
+    recipe: Recipe
+    """Recipe of ISDA; its λ₀ is ignored, its ``hold_out`` is for the choice alone."""
+
+    start: Recipe
+    """Recipe before fields were changed."""
+
+    name: str | None
+    """Name of ``start``, if one was given."""
+
+    candidates: tuple[float, ...] | None
+    """Values of λ₀; None: those of the paper."""
+
+    seeds: tuple[int, ...]
+    """Seeds of the comparison."""
+
+    options: Options
+    """How to run the training."""
+
+    def named(self, recipe: Recipe) -> str:
+        """Name of the runs of a recipe of this comparison."""
+        if recipe.method == "isda":
+            return run_name(recipe, self.start, self.name)
+        return run_name(
+            recipe, self.start.baseline(), baseline_of(self.name) if self.name else None
+        )
+
+    def planned(self, lambda_0: float, *, hold_out: int = 0) -> Planned:
+        """Runs of the comparison with this λ₀."""
+        recipe = replace(self.recipe, lambda_0=float(lambda_0), hold_out=hold_out)
+        recipes = {self.named(one): one for one in (recipe.baseline(), recipe)}
+        return Planned(recipes, self.seeds, self.options)
+
+
+def plan_command(words: list[str]) -> Planned | AutoComparison:
     """Runs of a command line that starts with train, compare or table."""
     command, *rest = words
     if command == "table":
@@ -45,20 +93,26 @@ def plan_train(words: list[str], *, description: str = "") -> Planned:
     return Planned({run_name(given.recipe, start, name): given.recipe}, given.seeds, given.options)
 
 
-def plan_compare(words: list[str], *, description: str = "") -> Planned:
+def plan_compare(words: list[str], *, description: str = "") -> Planned | AutoComparison:
     """Runs of ``isda compare``: cross entropy and ISDA, in this order."""
+    words, auto = _take_auto(words)
     given, start, name = parse_recipe(
-        TrainArguments, "compare", words, description=description, seeds=(0, 1, 2)
+        CompareArguments, "compare", words, description=description, seeds=(0, 1, 2)
     )
     recipe = given.recipe
     if recipe.method != "isda":
         raise InputError(f"method must be isda to compare it with ce, got {recipe.method!r}")
-    baseline = recipe.baseline()
-    sides = {
-        run_name(baseline, start.baseline(), baseline_of(name) if name else None): baseline,
-        run_name(recipe, start, name): recipe,
-    }
-    return Planned(sides, given.seeds, given.options)
+    if given.candidates is not None and not auto:
+        raise InputError("--candidates are the values to try with --lambda-0 auto")
+    task = AutoComparison(recipe, start, name, given.candidates, given.seeds, given.options)
+    return task if auto else task.planned(recipe.lambda_0, hold_out=recipe.hold_out)
+
+
+def _take_auto(words: list[str]) -> tuple[list[str], bool]:
+    """The words without ``--lambda-0 auto``, and whether that was among them."""
+    text = "\0".join(["", *words, ""])
+    rest = re.sub("\0--lambda[-_]0[=\0]auto(?=\0)", "", text)
+    return rest.split("\0")[1:-1], rest != text
 
 
 def plan_cell(given: TableArguments) -> Planned:

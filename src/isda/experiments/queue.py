@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isda.experiments.arguments import QueueArguments, SearchArguments, parse_recipe
+from isda.experiments.auto import choose_lambda_0
 from isda.experiments.errors import InputError, TimeUp, unknown
-from isda.experiments.plans import Planned, plan_command
+from isda.experiments.plans import AutoComparison, Planned, plan_command
 from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.search import search, search_table
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop
+from isda.experiments.training.device import join_processes
+from isda.experiments.training.failures import finished_first
 
 __all__ = ["read_queue", "work_through"]
 
@@ -48,7 +51,7 @@ class _Line:
     text: str
     """The command."""
 
-    task: Planned | _Search
+    task: Planned | AutoComparison | _Search
     """What to train."""
 
 
@@ -85,6 +88,10 @@ def work_through(given: QueueArguments) -> None:
         try:
             if isinstance(line.task, _Search):
                 _search(line, line.task, options)
+            elif isinstance(line.task, AutoComparison):
+                with join_processes(options.device):  # for both trainings
+                    planned, _ = choose_lambda_0(replace(line.task, options=options))
+                    _train(line, planned, options, given.results)
             else:
                 _train(line, line.task, options, given.results)
         except TimeUp as error:
@@ -97,7 +104,7 @@ def work_through(given: QueueArguments) -> None:
         raise InputError(f"{len(failed)} of {len(lines)} lines failed: {', '.join(failed)}")
 
 
-def _task(words: list[str]) -> Planned | _Search:
+def _task(words: list[str]) -> Planned | AutoComparison | _Search:
     if words[0] not in _COMMANDS:
         raise unknown("command of a queue", words[0], _COMMANDS)
     try:
@@ -115,9 +122,10 @@ def _train(line: _Line, planned: Planned, options: Options, results: Path) -> No
     print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
     if not waiting:
         return
-    for run in loop.train(waiting, options):
-        result = summary(run)
-        print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s", flush=True)
+    with finished_first(loop.train, waiting, options) as runs:
+        for run in runs:
+            result = summary(run)
+            print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s", flush=True)
 
 
 def _search(line: _Line, task: _Search, options: Options) -> None:
@@ -155,7 +163,7 @@ def _merged(given: Options, line: Options) -> Options:
     changed = {
         field.name: getattr(line, field.name)
         for field in dataclasses.fields(Options)
-        if field.init and getattr(line, field.name) != field.default
+        if getattr(line, field.name) != field.default
     }
     if given.minutes is None:
         return replace(given, **{**changed, "resume": True, "minutes": None})

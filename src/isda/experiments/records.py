@@ -24,7 +24,6 @@ from isda.experiments.metrics_lines import (
 from isda.experiments.settings import Recipe
 
 __all__ = [
-    "LAST_EPOCHS",
     "DamagedRun",
     "Run",
     "Summary",
@@ -33,11 +32,21 @@ __all__ = [
     "load_runs",
     "read_recipe",
     "require_name",
+    "result_epochs",
     "summary",
 ]
 
-LAST_EPOCHS = 10
-"""The result of a run is its mean test error over this many last epochs, as in the paper."""
+
+def result_epochs(epochs: int) -> int:
+    """Number of last epochs whose mean is the result of a run with so many epochs.
+
+    It is 10, as in the paper, but at most a quarter of the epochs: in a short run, earlier epochs
+    show how fast it learns, not how well it ends.
+
+    >>> result_epochs(160), result_epochs(20), result_epochs(3)
+    (10, 5, 1)
+    """
+    return max(1, min(10, epochs // 4))
 
 
 class Run:
@@ -165,7 +174,7 @@ class DamagedRun(Run):
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of a run: means over the last 10 epochs, or over all if there are fewer.
+    """The result of a run: means over its last epochs, see :func:`result_epochs`.
 
     A metric is None if no epoch has it.
     """
@@ -195,9 +204,10 @@ class Summary:
 def summary(run: Run) -> Summary:
     """Result of a run, from its metrics."""
     records = run.metrics()
+    window = 0 if run.damage is not None else result_epochs(run.recipe.epochs)
 
     def last(key: str) -> float | None:
-        values = [record[key] for record in records[-LAST_EPOCHS:] if key in record]
+        values = [record[key] for record in records[-window:] if key in record]
         return sum(values) / len(values) if values else None
 
     return Summary(

@@ -1,12 +1,15 @@
 """Search for λ₀ on images held out of training (Section 4.1).
 
-Every candidate trains without the held-out images. The λ₀ with the lowest validation error is then
-trained on all images and evaluated on the test set. The runs are the same as those of ``isda
-train`` with the same settings, so a search that was killed can be resumed.
+Candidates train without the held-out images and are ranked by their validation error: in one round
+with all epochs, as in the paper, or by successive halving, where a short round of all candidates is
+followed by a longer one of the better half. The chosen λ₀ is then trained on all images and
+evaluated on the test set. The runs are the same as those of ``isda train`` with the same settings,
+so a search that was killed can be resumed.
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +18,10 @@ from typing import Any
 import torch
 
 from isda import distributed
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, RunsFailed, StoppedElsewhere
 from isda.experiments.files import write_text
 from isda.experiments.recipes import RECIPES, baseline_of, run_name
+from isda.experiments.records import Run
 from isda.experiments.report.comparison import Side, create_side
 from isda.experiments.report.intervals import RESOLUTION
 from isda.experiments.report.text import text_table
@@ -27,24 +31,141 @@ from isda.experiments.training.groups import Plan, load_images
 from isda.experiments.training.loop import train
 from isda.experiments.training.run_folder import require_free
 
-__all__ = ["SearchResult", "search", "search_table"]
+__all__ = [
+    "Choice",
+    "Round",
+    "SearchResult",
+    "checked_candidates",
+    "choice_record",
+    "choice_table",
+    "choose",
+    "default_hold_out",
+    "halving",
+    "search",
+    "search_table",
+]
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of a search."""
+
+    candidates: int
+    """Number of candidates: those with the lowest error in the round before."""
+
+    epochs: int
+    """Number of epochs."""
+
+    seeds: tuple[int, ...]
+    """Seeds of every candidate."""
+
+    @property
+    def cost(self) -> int:
+        """Epochs of all runs."""
+        return self.candidates * self.epochs * len(self.seeds)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The rounds of a search, and what they chose."""
+
+    rounds: tuple[tuple[Side, ...], ...]
+    """Validation runs by round; the first round begins with the baseline if it was requested."""
+
+    chosen: Side
+    """The candidate with the lowest validation error in the last round."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """Result of a search."""
 
-    trials: tuple[Side, ...]
-    """Validation runs of the candidates, after those of the baseline if it was requested."""
-
-    chosen: Side
-    """The candidate with the lowest validation error."""
+    choice: Choice
+    """Validation runs."""
 
     final: Side
     """Runs of the chosen λ₀ on all images, evaluated on the test set."""
 
     record: Path
     """File with the result."""
+
+    @property
+    def trials(self) -> tuple[Side, ...]:
+        """Validation runs of the candidates, after those of the baseline if it was requested."""
+        return self.choice.rounds[-1]
+
+    @property
+    def chosen(self) -> Side:
+        """The candidate with the lowest validation error."""
+        return self.choice.chosen
+
+
+def halving(number: int, epochs: int, seeds: Sequence[int] = (0, 1)) -> list[Round]:
+    """Rounds of successive halving over epochs and seeds.
+
+    All candidates train for a quarter of the epochs with one seed, and the better half of them for
+    half of the epochs with two. With five candidates and the paper's 160 epochs this takes 680
+    epochs, where all candidates with two seeds and all epochs take 1600.
+
+    >>> [(one.candidates, one.epochs, one.seeds) for one in halving(5, 160)]
+    [(5, 40, (0,)), (3, 80, (0, 1))]
+
+    Args:
+        number: number of candidates.
+        epochs: epochs of the recipe.
+        seeds: two seeds.
+    """
+    short, long = (min(epochs, max(2, math.ceil(epochs / part))) for part in (4, 2))
+    last = Round(math.ceil(number / 2) if number > 2 else number, long, tuple(seeds))
+    return [Round(number, short, tuple(seeds[:1])), last] if number > 2 else [last]
+
+
+def choose(
+    recipe: Recipe,
+    candidates: Sequence[float],
+    rounds: Sequence[Round],
+    named: Callable[[Recipe], str],
+    options: Options,
+    *,
+    with_baseline: bool = False,
+) -> tuple[float, Choice | None]:
+    """Choose λ₀ on held-out images; call it on all ranks, inside ``join_processes``.
+
+    Args:
+        recipe: recipe to train, with ``hold_out``.
+        candidates: values of λ₀. Ties go to the smallest.
+        rounds: rounds in order.
+        named: name of the runs of a recipe.
+        options: how to run the training.
+        with_baseline: also train cross entropy in the first round, for comparison.
+
+    Returns:
+        The chosen λ₀ on all ranks, and the runs on rank 0.
+    """
+    tried = [replace(recipe, lambda_0=float(lambda_0)) for lambda_0 in candidates]
+    if not options.resume:
+        require_free(
+            options.out / named(one.shortened(part.epochs)) / str(seed)
+            for part in rounds for one in tried for seed in part.seeds
+        )  # fmt: skip
+    order = list(range(len(tried)))
+    shown: list[tuple[Side, ...]] = []
+    for number, part in enumerate(rounds):
+        recipes = [tried[n].shortened(part.epochs) for n in sorted(order[: part.candidates])]
+        baseline = (
+            [recipe.baseline().shortened(part.epochs)] if with_baseline and not number else []
+        )
+        # runs of the rounds before may be the same, if they have as few epochs
+        own = options.resuming() if number else options
+        trials = _trials([*baseline, *recipes], named, part.seeds, own)
+        order = _ranked(trials, candidates)
+        shown.append(tuple(trials))
+    best = order[0]
+    if not shown[-1]:
+        return candidates[best], None
+    chosen = next(t for t in shown[-1] if t.recipe.lambda_0 == tried[best].lambda_0
+                  and t.recipe.method == "isda")  # fmt: skip
+    return candidates[best], Choice(tuple(shown), chosen)
 
 
 def search(
@@ -81,13 +202,11 @@ def search(
     begun = start or RECIPES.get(name or "", recipe)
     if recipe.method != "isda":
         raise InputError(f"method must be isda to search for its lambda_0, got {recipe.method!r}")
-    if candidates is None:
-        candidates = _IMAGENET_CANDIDATES if recipe.data == "imagenet" else _CANDIDATES
-    _require_candidates(candidates)
+    candidates = checked_candidates(candidates, recipe)
     require_seeds("seeds", seeds)
     require_seeds("final_seeds", final_seeds)
     if hold_out is None:
-        hold_out = recipe.hold_out or _default_hold_out(recipe, options)
+        hold_out = recipe.hold_out or default_hold_out(recipe, options)
     if hold_out < 1:
         raise InputError(f"hold_out must be >= 1, got {hold_out}")
 
@@ -97,44 +216,52 @@ def search(
         return run_name(trial, begun.baseline(), baseline_of(name) if name else None)
 
     recipe = replace(recipe, hold_out=hold_out)
-    tried = [replace(recipe, lambda_0=float(lambda_0)) for lambda_0 in candidates]
     if not options.resume:  # find existing runs of the final training now, not after hours
-        final_names = [named(replace(one, hold_out=0)) for one in tried]
-        require_free(options.out / one / str(seed) for one in final_names for seed in final_seeds)
-    shown = [recipe.baseline()] if with_baseline else []
+        finals = [named(replace(recipe, lambda_0=float(one), hold_out=0)) for one in candidates]
+        require_free(options.out / one / str(seed) for one in finals for seed in final_seeds)
+    rounds = [Round(len(candidates), recipe.epochs, tuple(seeds))]
     with join_processes(options.device):  # one process group for both trainings
-        trials = _trials([*shown, *tried], named, seeds, options)
-        number = torch.tensor(_best(trials[len(shown) :]) if trials else 0)
-        distributed.broadcast([number])  # only rank 0 has the records
-        best = tried[int(number)]
-        final = _trials([replace(best, hold_out=0)], named, final_seeds, options)
-    if not trials:
+        best, choice = choose(
+            recipe, candidates, rounds, named, options, with_baseline=with_baseline
+        )
+        chosen = replace(recipe, lambda_0=float(best), hold_out=0)
+        final = _trials([chosen], named, final_seeds, options)
+    if choice is None:
         return None
     whole = replace(recipe, lambda_0=begun.lambda_0, hold_out=0)
     path = options.out / f"{named(whole)}.search.json"
-    result = SearchResult(tuple(trials), trials[len(shown) + int(number)], final[0], path)
+    result = SearchResult(choice, final[0], path)
     write_text(path, json.dumps(_record(result, options.out), indent=2) + "\n")
     return result
 
 
 def search_table(result: SearchResult) -> str:
     """The candidates, the chosen one and its test error, as text."""
-    rows = []
-    for trial in result.trials:
-        isda = trial.recipe.method == "isda"
-        label = f"{trial.recipe.lambda_0:g}" if isda else "cross entropy"
-        mark = "← chosen" if trial is result.chosen else ""
-        rows.append([label, trial.error.format(), str(len(trial.runs)), mark])
     final = result.final
     count = f"{len(final.runs)} seed{'s' if len(final.runs) > 1 else ''}"
     return "\n".join(
         [
-            text_table(["λ₀", "validation error, %", "seeds", ""], rows),
+            choice_table(result.choice),
             "",
             f"λ₀ = {final.recipe.lambda_0:g}, trained on all images: "
             f"test error {final.error.format()} % ({count}).",
         ]
     )
+
+
+def choice_table(choice: Choice) -> str:
+    """The candidates of all rounds and their errors, as text."""
+    several = len(choice.rounds) > 1
+    rows = []
+    for trials in choice.rounds:
+        for trial in trials:
+            isda = trial.recipe.method == "isda"
+            label = f"{trial.recipe.lambda_0:g}" if isda else "cross entropy"
+            mark = "← chosen" if trial is choice.chosen else ""
+            epochs = [str(trial.recipe.epochs)] * several
+            rows.append([label, *epochs, trial.error.format(), str(len(trial.runs)), mark])
+    header = ["λ₀", *["epochs"] * several, "validation error, %", "seeds", ""]
+    return text_table(header, rows)
 
 
 _CANDIDATES = (0.1, 0.25, 0.5, 0.75, 1.0)  # these and the next: Section 4.1
@@ -150,47 +277,87 @@ def _trials(
 ) -> list[Side]:
     """Train every recipe with every seed in one go; empty on ranks other than 0."""
     plans = [Plan(named(recipe), recipe, seed) for recipe in recipes for seed in seeds]
-    runs = train(plans, options)
+    try:
+        runs: Sequence[Run] = train(plans, options)
+    except RunsFailed as error:  # of candidates with too large a λ₀, for example
+        runs = error.runs
+        complete = Counter(run.name for run in runs)
+        recipes = [recipe for recipe in recipes if complete[named(recipe)] == len(seeds)]
+        if not any(recipe.method == "isda" for recipe in recipes):
+            raise
+    except StoppedElsewhere as error:
+        if error.fatal:
+            raise
+        runs = []
     return [create_side(runs, named(recipe)) for recipe in recipes] if runs else []
 
 
-def _best(trials: Sequence[Side]) -> int:
-    """Index of the trial with the lowest mean error; ties go to the smallest λ₀."""
-    least = min(trial.error.mean for trial in trials)
-    best = [n for n, trial in enumerate(trials) if trial.error.mean < least + RESOLUTION]
-    return min(best, key=lambda n: trials[n].recipe.lambda_0)
+def _ranked(trials: Sequence[Side], candidates: Sequence[float]) -> list[int]:
+    """Indices of the candidates in the order of their errors, the same on all ranks.
+
+    Errors that are equal up to rounding are ordered by λ₀. Candidates that failed are left out.
+    """
+    left = [trial for trial in trials if trial.recipe.method == "isda"]
+    order = torch.full((len(candidates),), -1)
+    for place in range(len(left)):
+        least = min(trial.error.mean for trial in left)
+        equal = [trial for trial in left if trial.error.mean < least + RESOLUTION]
+        best = min(equal, key=lambda trial: trial.recipe.lambda_0)
+        left.remove(best)
+        order[place] = list(map(float, candidates)).index(best.recipe.lambda_0)
+    distributed.broadcast([order])  # only rank 0 has the records
+    return [number for number in order.tolist() if number >= 0]
 
 
 def _record(result: SearchResult, out: Path) -> dict[str, Any]:
-    def entry(trial: Side) -> dict[str, Any]:
-        return {
-            "name": trial.name,
-            "method": trial.recipe.method,
-            "lambda_0": trial.recipe.lambda_0,
-            "mean": trial.error.mean,
-            "std": trial.error.std,
-            "seeds": list(trial.runs),
-            "errors": list(trial.errors.values()),
-            "runs": [run.folder.relative_to(out).as_posix() for run in trial.runs.values()],
-        }
-
     return {
         "hold_out": result.chosen.recipe.hold_out,
-        "candidates": [entry(trial) for trial in result.trials],
+        "candidates": [_entry(trial, out) for trial in result.trials],
         "chosen": result.chosen.recipe.lambda_0,
-        "final": entry(result.final),
+        "final": _entry(result.final, out),
     }
 
 
-def _default_hold_out(recipe: Recipe, options: Options) -> int:
+def choice_record(choice: Choice, out: Path) -> dict[str, Any]:
+    """The rounds of a search as JSON values."""
+    return {
+        "hold_out": choice.chosen.recipe.hold_out,
+        "rounds": [
+            {"epochs": trials[0].recipe.epochs, "candidates": [_entry(t, out) for t in trials]}
+            for trials in choice.rounds
+        ],
+        "chosen": choice.chosen.recipe.lambda_0,
+    }
+
+
+def _entry(trial: Side, out: Path) -> dict[str, Any]:
+    return {
+        "name": trial.name,
+        "method": trial.recipe.method,
+        "lambda_0": trial.recipe.lambda_0,
+        "mean": trial.error.mean,
+        "std": trial.error.std,
+        "seeds": list(trial.runs),
+        "errors": list(trial.errors.values()),
+        "runs": [run.folder.relative_to(out).as_posix() for run in trial.runs.values()],
+    }
+
+
+def default_hold_out(recipe: Recipe, options: Options) -> int:
+    """Number of images to hold out: as in the paper, else a tenth, and at least one per class."""
     if recipe.data in _HOLD_OUT:
         return _HOLD_OUT[recipe.data]
     data = load_images(recipe, options)
     return max(len(data.train_target) // 10, data.num_classes)
 
 
-def _require_candidates(candidates: Sequence[float]) -> None:
+def checked_candidates(candidates: Sequence[float] | None, recipe: Recipe) -> tuple[float, ...]:
+    """The candidates, by default those of the paper; raises InputError if they are not valid."""
+    if candidates is None:
+        candidates = _IMAGENET_CANDIDATES if recipe.data == "imagenet" else _CANDIDATES
     valid = all(0 <= lambda_0 < math.inf for lambda_0 in candidates)
     if not candidates or not valid or len({*candidates}) != len(candidates):
         listed = " ".join(f"{lambda_0:g}" for lambda_0 in candidates) or "none"
         raise InputError(f"candidates must be different numbers >= 0, got {listed}")
+    replace(recipe, lambda_0=max(candidates)).require_ramp()
+    return tuple(candidates)

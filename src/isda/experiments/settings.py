@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError, unknown
 
@@ -69,7 +69,8 @@ class Recipe:
     """Epochs to shift the cosine schedule by; with 1 the last epoch has learning rate 0."""
 
     lambda_0: float = 0.0
-    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy."""
+    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy. isda compare takes auto:
+    choose it on held-out training images."""
 
     covariance: Literal["full", "diagonal", "shared", "identity"] = "full"
     """Covariance: full or diagonal per class, one shared by all classes, or identity."""
@@ -179,6 +180,26 @@ class Recipe:
         """
         return 1.0 if self.ramp == "constant" else epoch / self.epochs
 
+    def shortened(self, epochs: int) -> "Recipe":
+        """The same recipe with fewer epochs; milestones keep their share of the training."""
+        scaled = {max(1, round(m * epochs / self.epochs)) for m in self.milestones}
+        return replace(self, epochs=epochs, milestones=tuple(sorted(scaled)))
+
+    def require_ramp(self) -> None:
+        """Raise InputError if the strength is 0 in every epoch although lambda_0 is not."""
+        if self.lambda_0 > 0 and not self.progress_at(self.epochs - 1) and self.ramp == "epoch":
+            raise InputError(
+                f"epochs must be >= 2 for lambda_0 {self.lambda_0:g} to have an effect: with ramp "
+                "epoch, the first epoch is cross entropy; use more epochs, or --ramp step"
+            )
+
+    @property
+    def augmentation(self) -> str:
+        """The augmentations in words; those of image files are not a setting."""
+        if self.data == "imagenet" or self.data.startswith("imagefolder:"):
+            return "random crop, flip"
+        return ", ".join(self.augment) or "none"
+
     def baseline(self) -> "Recipe":
         """The same recipe with cross entropy."""
         return replace(
@@ -266,12 +287,21 @@ class Options:
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
 
-    started_at: float = dataclasses.field(
-        init=False, compare=False, default_factory=lambda: time.monotonic()
-    )
-    """Start of the time limit: when the options were created, by ``time.monotonic``."""
+    _started_at: ClassVar[float]  # set per object; not a field, which would be a flag
+
+    @property
+    def started_at(self) -> float:
+        """Start of the time limit: when the options were created, by ``time.monotonic``."""
+        return self._started_at
+
+    def resuming(self) -> "Options":
+        """A copy that resumes runs, with the same start of the time limit."""
+        copy = replace(self, resume=True)
+        object.__setattr__(copy, "_started_at", self._started_at)
+        return copy
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_started_at", time.monotonic())
         _require(self.side_by_side >= 0, "side_by_side", self.side_by_side, ">= 0")
         seconds = self.checkpoint_seconds
         _require(seconds >= 0, "checkpoint_seconds", seconds, ">= 0")

@@ -112,10 +112,15 @@ class FolderImages:
     def _read(self, batches: Iterator[list[_Item]]) -> Iterator[_Batch]:
         # workers are reused in the next epoch; concurrent iterators have separate workers
         loader = self._idle.pop() if self._idle else _Loader(self)
+        usable = True
         try:
             yield from loader.read(batches)
+        except Exception:
+            usable = False  # a worker may have been killed
+            raise
         finally:
-            self._idle.append(loader)
+            if usable:
+                self._idle.append(loader)
 
 
 def load_folder(

@@ -1,6 +1,6 @@
 """A method compared with its baseline over seeds.
 
-The result of a run is its mean over the last 10 epochs. Recipes are reported as mean ± standard
+The result of a run is its mean over its last epochs. Recipes are reported as mean ± standard
 deviation over seeds, and compared by the difference with a 95 % interval, paired by seed where both
 sides have the same seeds.
 """
@@ -11,14 +11,23 @@ from typing import Any
 
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import COMPANIONS, RECIPES
-from isda.experiments.records import Run, Summary, summary
-from isda.experiments.report.intervals import Difference, Estimate, difference, estimate, signed
+from isda.experiments.records import Run, Summary, result_epochs, summary
+from isda.experiments.report.intervals import (
+    Difference,
+    Estimate,
+    difference,
+    estimate,
+    interval_words,
+    seeds_needed,
+    signed,
+)
 from isda.experiments.report.text import text_table
 from isda.experiments.settings import Recipe, differing_fields
 
 __all__ = [
     "Comparison",
     "Side",
+    "advice",
     "compare",
     "comparison",
     "comparison_rows",
@@ -31,6 +40,7 @@ __all__ = [
     "same_training",
     "sentence",
     "verdict",
+    "window_words",
 ]
 
 
@@ -233,11 +243,19 @@ def sentence(result: Comparison) -> str:
 def comparison_table(result: Comparison) -> str:
     """The comparison as a text table and a sentence."""
     header, *rows = comparison_rows(result)
-    notes = [sentence(result)]
+    notes = [sentence(result), window_words(result)]
     left_out = sum(side.unfinished for side in result.sides)
     if left_out:
         notes.append(f"Left out: {left_out} unfinished run{'s' if left_out > 1 else ''}.")
     return "\n".join([text_table(header, rows), "", *notes])
+
+
+def window_words(result: Comparison) -> str:
+    """Sentence on the epochs whose mean is the result of a run."""
+    epochs = result.method.recipe.epochs
+    number = result_epochs(epochs)
+    last = "its last epoch" if number == 1 else f"the mean of its last {number} epochs"
+    return f"The result of a run is {last} of {epochs}."
 
 
 def verdict(change: Difference) -> str:
@@ -247,6 +265,31 @@ def verdict(change: Difference) -> str:
     if not change.significant:
         return "not significant"
     return "lower" if change.mean < 0 else "higher"
+
+
+def advice(result: Comparison) -> tuple[str, str]:
+    """Whether to use the method, in a word or two, and why or what to do next."""
+    change, label = result.difference, result.method.label
+    if change.significant:
+        if change.mean < 0:
+            return "Yes", f"{label} has the lower {result.split} error here."
+        return "No", f"{label} has the higher {result.split} error here."
+    more = "continue with more --seeds and --resume"
+    if change.interval is None:
+        return "Too early to say", f"One seed cannot tell a difference from chance: {more}."
+    if change.constant:
+        return "Too early to say", f"All seeds agree, which is chance in so few images: {more}."
+    needed = seeds_needed(change)
+    if not change.paired or needed is None:
+        return (
+            "Not clear from these seeds",
+            f"A difference of this size needs many seeds to be shown: {more}.",
+        )
+    size = f"{abs(change.mean):.2f} points"
+    return (
+        "Not clear from these seeds",
+        f"If the difference is {size}, about {needed} seeds would show it: {more}.",
+    )
 
 
 def comparison_rows(result: Comparison) -> list[list[str]]:
@@ -263,7 +306,19 @@ def comparison_rows(result: Comparison) -> list[list[str]]:
             cells = [estimate(list(values.values())).format(digits) for values in sides]
             rows.append([title, *cells, signed(difference(*sides), digits)])
     seconds = [side.values(lambda s: s.seconds / s.epochs) for side in result.sides]
-    rows.append(["s / epoch", *(estimate(list(v.values())).format() for v in seconds), ""])
+    means = [estimate(list(values.values())) for values in seconds]
+    added = ""
+    if means[0].mean > 0:
+        added = f"{100 * (means[1].mean / means[0].mean - 1):+.0f} %".replace("-", "−")
+    rows.append(["s / epoch", *(mean.format() for mean in means), added])
+    for title, key in (("statistics, MiB", "statistics_mib"), ("peak GPU memory, MiB", "peak_mib")):
+        sizes = [
+            [run.metrics()[-1][key] for run in side.runs.values() if key in run.metrics()[-1]]
+            for side in result.sides
+        ]
+        if all(sizes):
+            most = [max(side) for side in sizes]
+            rows.append([title, *(f"{size:.2f}" for size in most), f"{most[1] - most[0]:+.2f}"])
     return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
 
 
@@ -301,11 +356,12 @@ def _clause(result: Comparison) -> str:
     effect = f"{result.method.label} {verb} {error} by {points} points"
     if float(points) == 0:
         effect = f"{result.method.label} does not change {error}"
+    if result.difference.constant:
+        same = " in any seed" if float(points) == 0 else ", the same in all seeds"
+        return f"{effect}{same} ({seeds})"
     if interval is None:
         return f"{effect} ({seeds}); an interval needs at least 2 seeds per side"
-    low, high = sorted((-interval[0], -interval[1]) if change > 0 else interval)
-    ends = f"{low:z.2f} to {high:z.2f}".replace("-", "−")
-    effect += f" (95 % interval {ends}, {seeds})"
+    effect += f" (95 % interval of the difference {interval_words(interval)}, {seeds})"
     if not result.difference.significant:
         at = seeds.partition(";")[0].replace("paired ", "")
         return f"the difference is not significant at {at}: {effect}"

@@ -1,10 +1,12 @@
 """Training curves as inline SVG: mean over seeds against the epoch, in the page's colours."""
 
+import contextlib
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup, escape
@@ -14,11 +16,22 @@ from matplotlib.ticker import MaxNLocator
 from isda.experiments.records import Run
 from isda.experiments.report.text import printable
 
-__all__ = ["BASELINE", "METHOD", "OTHERS", "Line", "curves"]
+__all__ = [
+    "BASELINE",
+    "INK",
+    "METHOD",
+    "OTHERS",
+    "Line",
+    "Plot",
+    "curves",
+    "frame",
+    "plain",
+    "plot",
+]
 
 # Placeholder colours for matplotlib; the page defines the real ones for light and dark mode.
-_INK, BASELINE, METHOD = "#010203", "#040506", "#070809"
-_VARIABLES = {_INK: "--ink", BASELINE: "--baseline", METHOD: "--method"}
+INK, BASELINE, METHOD = "#010203", "#040506", "#070809"
+_VARIABLES = {INK: "--ink", BASELINE: "--baseline", METHOD: "--method"}
 
 OTHERS = ("#8a63d2", "#2e9e6b", "#c2428c", "#a08500", "#2b98a3", "#85898e", "#d2504a")
 """Colours of further lines, readable in light and dark mode."""
@@ -46,10 +59,8 @@ def curves(
         salt: makes the element ids of two plots of the same runs on one page different.
     """
     folders = (ascii(str(run.folder)) for line in lines for run in line.runs)
-    salt = " ".join([salt, key, *folders])
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
-        figure = Figure(figsize=(4.4, 3.0), layout="constrained")
-        axes = figure.subplots()
+    with plot(x="epoch", y=title, salt=" ".join([salt, key, *folders])) as drawn:
+        axes = drawn.axes
         framed: list[float] = []  # values in view: all but the first quarter of the epochs
         last = 2
         for line in lines:
@@ -61,27 +72,61 @@ def curves(
             low, high = ([pick(seeds) for seeds in epochs] for pick in (min, max))
             if band:
                 axes.fill_between(x, low, high, color=line.colour, alpha=0.2, linewidth=0)
-            label = printable(line.label).replace("$", r"\$")  # no mathematics
-            axes.plot(x, mean, color=line.colour, linewidth=1.6, label=label)
+            axes.plot(x, mean, color=line.colour, linewidth=1.6, label=plain(line.label))
             late = slice(len(epochs) // 4, None)
             shown = low[late] + high[late] if band else mean[late]
             framed += filter(math.isfinite, shown)
             last = max(last, len(epochs))
-        bottom, top = min(framed, default=0.0), max(framed, default=1.0)
-        margin = 0.08 * (top - bottom) or 0.5
-        axes.set_ylim(max(bottom - margin, 0.0), top + margin)
+        frame(axes, framed)
         axes.set_xlim(1, last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("epoch", color=_INK)
-        axes.set_ylabel(title, color=_INK)
-        axes.grid(color=_INK, alpha=0.15, linewidth=0.6)
-        axes.tick_params(colors=_INK)
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8 if len(lines) > 3 else 10)
+    return drawn.svg
+
+
+class Plot:
+    """A plot in the page's colours, which is an SVG when its context ends."""
+
+    def __init__(self, axes: Any) -> None:
+        self.axes = axes
+        self.svg = Markup()
+
+
+@contextlib.contextmanager
+def plot(*, x: str, y: str, salt: str) -> Iterator[Plot]:
+    """Draw a plot.
+
+    Args:
+        x: label of the horizontal axis.
+        y: label of the vertical axis.
+        salt: makes the element ids of two plots on one page different.
+    """
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
+        figure = Figure(figsize=(4.4, 3.0), layout="constrained")
+        axes = figure.subplots()
+        axes.set_xlabel(x, color=INK)
+        axes.set_ylabel(y, color=INK)
+        axes.grid(color=INK, alpha=0.15, linewidth=0.6)
+        axes.tick_params(colors=INK)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_INK)
-        axes.legend(frameon=False, labelcolor=_INK, fontsize=8 if len(lines) > 3 else 10)
+        axes.spines[["left", "bottom"]].set_color(INK)
+        drawn = Plot(axes)
+        yield drawn
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(buffer.getvalue(), f"{title} against epoch")
+    drawn.svg = _inline(buffer.getvalue(), f"{y} against {x}")
+
+
+def frame(axes: Any, values: Sequence[float]) -> None:
+    """Limit the vertical axis to some values, which are not negative."""
+    bottom, top = min(values, default=0.0), max(values, default=1.0)
+    margin = 0.08 * (top - bottom) or 0.5
+    axes.set_ylim(max(bottom - margin, 0.0), top + margin)
+
+
+def plain(label: str) -> str:
+    """A label that matplotlib shows as it is, without mathematics."""
+    return printable(label).replace("$", r"\$")
 
 
 def _inline(svg: str, label: str) -> Markup:

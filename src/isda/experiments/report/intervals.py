@@ -16,6 +16,9 @@ __all__ = [
     "Estimate",
     "difference",
     "estimate",
+    "interval_words",
+    "mean_interval",
+    "seeds_needed",
     "signed",
 ]
 
@@ -66,7 +69,13 @@ class Difference:
     def significant(self) -> bool:
         """Whether the interval excludes zero; an interval of zero width is not significant."""
         low, high = self.interval or (0.0, 0.0)
-        return high - low > RESOLUTION and (low > 0 or high < 0)
+        return not self.constant and (low > 0 or high < 0)
+
+    @property
+    def constant(self) -> bool:
+        """Whether all seeds have the same difference, so that the interval says nothing."""
+        low, high = self.interval or (0.0, math.inf)
+        return high - low <= RESOLUTION
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -117,12 +126,39 @@ def difference(baseline: Mapping[int, float], method: Mapping[int, float]) -> Di
     return Difference(mean, (mean - half, mean + half), paired, counts, without)
 
 
+def seeds_needed(change: Difference, limit: int = 50) -> int | None:
+    """Paired seeds with which an interval of the same spread would exclude zero; None: too many."""
+    number = change.counts[0]
+    if change.interval is None or number < 2:
+        return None
+    half = (change.interval[1] - change.interval[0]) / 2
+    spread = half * math.sqrt(number) / float(stdtrit(number - 1, 0.975))
+    for count in range(number, limit + 1):
+        if float(stdtrit(count - 1, 0.975)) * spread / math.sqrt(count) < abs(change.mean):
+            return count
+    return None
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % Student-t interval of the mean of two or more values."""
+    mean = math.fsum(values) / len(values)
+    spread = math.sqrt(_variance(values) / len(values))
+    half = float(stdtrit(len(values) - 1, 0.975)) * spread
+    return mean - half, mean + half
+
+
 def signed(change: Difference | float, digits: int = 2) -> str:
-    """``−0.69 (−1.20 to −0.18)``, or the number alone if there is no interval."""
-    if isinstance(change, Difference):
-        ends = " to ".join(signed(end, digits) for end in change.interval or ())
-        return signed(change.mean, digits) + (f" ({ends})" if ends else "")
-    return f"{change:+z.{digits}f}".replace("-", "−")
+    """``−0.69 (−1.20 to −0.18)``, or the number alone without an interval or with an empty one."""
+    if isinstance(change, float):
+        return f"{change:+z.{digits}f}".replace("-", "−")
+    if change.interval is None or change.constant:
+        return signed(change.mean, digits)
+    return f"{signed(change.mean, digits)} ({interval_words(change.interval, digits)})"
+
+
+def interval_words(interval: tuple[float, float], digits: int = 2) -> str:
+    """``−1.20 to −0.18``, with signs as in the difference."""
+    return " to ".join(signed(end, digits) for end in interval)
 
 
 def _variance(values: Sequence[float]) -> float:

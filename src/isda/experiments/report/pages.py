@@ -1,32 +1,68 @@
 """Comparisons and the whole report as self-contained HTML pages."""
 
+import base64
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from isda.experiments.files import write_text
 from isda.experiments.published import PUBLISHED
-from isda.experiments.records import LAST_EPOCHS, Run
-from isda.experiments.report.comparison import Comparison, Side, comparison_rows, sentence
+from isda.experiments.records import Run
+from isda.experiments.report.classes import (
+    Evidence,
+    changed_images,
+    class_rows,
+    confused_rows,
+    evidence,
+    reliability,
+)
+from isda.experiments.report.comparison import (
+    Comparison,
+    Side,
+    advice,
+    comparison_rows,
+    sentence,
+    window_words,
+)
 from isda.experiments.report.curves import BASELINE, METHOD, OTHERS, Line, curves
+from isda.experiments.report.diagrams import lambda_curve, reliability_diagram
 from isda.experiments.report.intervals import signed
 from isda.experiments.report.overview import COSTS_TITLE, overview
 from isda.experiments.report.paper_tables import NAMES, TABLES, cell_recipes
 from isda.experiments.report.tables import our_result, pair_rows, pairs
+from isda.experiments.settings import Recipe
+
+if TYPE_CHECKING:
+    from isda.experiments.search import Choice  # which imports the training code
 
 __all__ = ["write_comparison_page", "write_report_page"]
 
 
-def write_comparison_page(path: Path | str, result: Comparison) -> None:
-    """Write a comparison as one HTML page without scripts or external files."""
+def write_comparison_page(
+    path: Path | str,
+    result: Comparison,
+    *,
+    choice: "Choice | None" = None,
+    pictures: Callable[[int, list[int]], dict[int, bytes]] | None = None,
+) -> None:
+    """Write a comparison as one HTML page without scripts or external files.
+
+    Args:
+        path: HTML file.
+        result: the comparison.
+        choice: how λ₀ was chosen, if it was searched for.
+        pictures: PNG pictures of test images by index, given the seed of a run and the indices.
+    """
+    found = evidence(result)
+    answer, reason = advice(result)
     header, *rows = comparison_rows(result)
     seeds = sorted({seed for side in result.sides for seed in side.runs})
     fields = [
-        (field, *(_setting(getattr(side.recipe, field)) for side in result.sides))
+        (field, *(_setting(side.recipe, field) for side in result.sides))
         for field in result.method.recipe.as_dict()
     ]
     text = _page(
@@ -46,9 +82,52 @@ def write_comparison_page(path: Path | str, result: Comparison) -> None:
         environments=_environments(result.sides),
         error_curves=curves(_lines(result), "test_error", f"{result.split} error, %"),
         loss_curves=curves(_lines(result), "train_loss", "training loss"),
-        last_epochs=min(LAST_EPOCHS, result.method.recipe.epochs),
+        window=window_words(result),
+        answer=answer,
+        reason=reason,
+        choice=choice,
+        evidence=found,
+        **(_image_parts(found, result, pictures) if found else {}),
+        lambda_curve=lambda_curve(choice) if choice is not None else None,
     )  # fmt: skip
     write_text(Path(path), text)
+
+
+def _image_parts(
+    found: Evidence,
+    result: Comparison,
+    pictures: Callable[[int, list[int]], dict[int, bytes]] | None,
+) -> dict[str, Any]:
+    """Parts of the page that look at single images: classes, confusions, reliability, examples."""
+    labels = [side.label for side in result.sides]
+    classes, confused = class_rows(found), confused_rows(found)
+    for rows, first in ((classes, 2), (confused, 1)):
+        rows[0][first : first + 2] = labels
+    examples = []
+    for title, images in zip(
+        (f"Only {labels[1]} is right", f"Only {labels[0]} is right"),
+        changed_images(found),
+        strict=True,
+    ):
+        by_seed: dict[int, list[int]] = {}
+        for one in images:
+            by_seed.setdefault(one.seed, []).append(one.index)
+        shown = {seed: pictures(seed, own) if pictures else {} for seed, own in by_seed.items()}
+        cards = [
+            (one, base64.b64encode(shown[one.seed][one.index]).decode())
+            for one in images
+            if one.index in shown[one.seed]
+        ]
+        examples.append((title, cards))
+    return {
+        "classes": classes,
+        "confused": confused,
+        "examples": examples,
+        "several": len(found.sides[0]) > 1 and found.same_images,
+        "reliability": reliability_diagram(
+            labels, [reliability(side) for side in found.sides], result.method.name
+        ),
+    }
 
 
 def write_report_page(
@@ -84,7 +163,6 @@ def write_report_page(
         lines=_lines,
         names=NAMES,
         environments=_environments(found.sides.values()),
-        last_epochs=LAST_EPOCHS,
     )
     write_text(Path(path), text)
 
@@ -165,7 +243,8 @@ def _optional(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _setting(value: Any) -> str:
+def _setting(recipe: Recipe, field: str) -> str:
+    value = recipe.augmentation if field == "augment" else getattr(recipe, field)
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, bool):

@@ -30,7 +30,7 @@ from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, bind_key, create_network
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.settings import Recipe
-from isda.experiments.training.metrics import classification_metrics
+from isda.experiments.training.metrics import classification_metrics, classified
 
 __all__ = ["Lane"]
 
@@ -87,7 +87,8 @@ class Lane:
         self.total_loss = torch.zeros((), device=device)  # summed over the images of the epoch
         self.network_key = counter_rng.key(seed, _NETWORK, device=device)
         self.step_key = torch.zeros_like(self.network_key)  # for the random layers of the network
-        self.results = torch.zeros(4, device=device)  # set by evaluate
+        self.results = torch.zeros(4, device=device)  # set by evaluate, and the next
+        self.classified = torch.zeros(0, 4, device=device)
         self._random = bind_key(self.network, self.step_key) > 0
 
         self.parameters = list(self.network.parameters())
@@ -209,6 +210,7 @@ class Lane:
             logits, target = distributed.gather_batch(logits, target, None, size=size)
             logits, target = logits[target >= 0], target[target >= 0]
         self.results.copy_(classification_metrics(logits, target))
+        self.classified = classified(logits, target)
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors that a step changes."""

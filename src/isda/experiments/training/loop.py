@@ -10,7 +10,10 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -18,16 +21,28 @@ from tqdm import tqdm
 
 from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays
-from isda.experiments.errors import InputError, RunError, as_input_error
+from isda.experiments.data.folders import FolderImages
+from isda.experiments.errors import InputError, RunError, TimeUp
+from isda.experiments.predictions import save_predictions
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
+from isda.experiments.training.failures import (
+    Failures,
+    free_memory,
+    is_explained,
+    is_out_of_memory,
+    reason_of,
+    together,
+)
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.parallel import train_in_processes
-from isda.experiments.training.run_folder import RunFolder, locked, require_free
+from isda.experiments.training.predicted_images import predictions_of
+from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.start import create_folders, finished_runs
 
 __all__ = ["Plan", "train"]
 
@@ -44,14 +59,17 @@ def train(
         options: how to run the training.
         progress: show a progress bar.
 
+    A run that fails does not stop the others. Out of memory with several runs side by side, they
+    continue once with half as many.
+
     Raises:
         TimeUp: the time limit of the options ended before the runs; their checkpoints are written.
+        RunsFailed: runs that failed; holds the others, which are finished.
+        WriteError: a file could not be written, which stops all runs.
     """
     options = options or Options()
     if options.tensorboard:
         _summary_writer()
-    deadline = Deadline(options)
-    begun = False
     with (
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
@@ -60,208 +78,214 @@ def train(
     ):
         if options.processes > 1 and device.type == "cpu" and world == 1 and len(plans) > 1:
             return train_in_processes(plans, options)
-        finished = _finished(plans, options) if options.resume and world == 1 else {}
-        runs = dict(finished)
-        waiting = [number for number in range(len(plans)) if number not in finished]
-        for group, data in groups(plans, waiting, options, device):
-            lanes = [
-                Lane(
-                    plans[n].recipe,
-                    plans[n].seed,
-                    own_images(data, plans[n]),
-                    device,
-                    rank=rank,
-                    world=world,
-                )
-                for n in group
-            ]
-            if not begun:
-                with _together():
-                    if rank == 0:
-                        runs |= _begin(plans, waiting, lanes[0], options, locks)
-                begun = True
-            for lane, number in zip(lanes, group, strict=True):
-                _restore(lane, runs.get(number))
-            if deadline.is_up(_epoch_seconds(plans, group, runs)) and _unfinished(lanes):
-                raise time_up(runs.values(), options)
-            grouped = [runs.get(n) for n in group]
-            if not _train_together(lanes, grouped, options, deadline, progress=progress):
-                raise time_up(runs.values(), options)
-    return [runs[number] for number in sorted(runs)]
+        training = _Training(plans, options, device, rank, world, progress=progress)
+        training.train(locks)
+        done = [run for n, run in sorted(training.runs.items()) if n not in training.failures]
+        training.failures.raise_if_any(done)
+    return done
 
 
-def _finished(plans: Sequence[Plan], options: Options) -> dict[int, RunFolder]:
-    """Finished runs, which need neither data nor a network; without those that look damaged."""
-    found = {}
-    for number, plan in enumerate(plans):
-        if plan.recipe.data.startswith("imagefolder:"):
-            continue  # the images may have changed
-        folder = options.out / plan.name / str(plan.seed)
-        with contextlib.suppress(InputError, OSError):  # reported when the run is resumed
-            run = RunFolder(folder)
-            if run.recipe != plan.recipe or not summary(run).finished:
-                continue
-            state = run.load(lambda state: state["epoch"])  # an exported record has none
-            if state is None or state["epoch"] == plan.recipe.epochs:
-                found[number] = run
-    return found
+@dataclass(frozen=True)
+class _Member:
+    """A run in training; without a folder on ranks other than 0."""
+
+    number: int
+    lane: Lane
+    run: RunFolder | None
 
 
-def _begin(
-    plans: Sequence[Plan],
-    waiting: Sequence[int],
-    lane: Lane,
-    options: Options,
-    locks: contextlib.ExitStack,
-) -> dict[int, RunFolder]:
-    """Create and lock the run folders; an input error leaves no folders behind."""
-    _require_fit(lane)
-    if not options.resume:
-        require_free(options.out / plan.name / str(plan.seed) for plan in plans)
-    for number in waiting:
-        locks.enter_context(locked(options.out, plans[number].name, plans[number].seed))
-    return {
-        number: RunFolder.create(
-            options.out,
-            plans[number].name,
-            plans[number].recipe,
-            plans[number].seed,
-            device=lane.device,
-            resume=options.resume,
-        )
-        for number in waiting
-    }
+class _Training:
+    """The runs of one call of :func:`train`."""
 
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        options: Options,
+        device: torch.device,
+        rank: int,
+        world: int,
+        *,
+        progress: bool,
+    ) -> None:
+        self.plans, self.options, self.progress = plans, options, progress
+        self.device, self.rank, self.world = device, rank, world
+        self.deadline = Deadline(options)
+        self.failures = Failures(len(plans))
+        self.runs: dict[int, RunFolder] = {}  # by number of the plan, on rank 0
+        self._begin: Callable[[Lane], dict[int, RunFolder]] | None = None  # until there are folders
+        self._width: int | None = None  # most runs side by side, after running out of memory
 
-def _require_fit(lane: Lane) -> None:
-    """Raise InputError if the network cannot take the images; changes nothing."""
-    recipe, device = lane.recipe, lane.device
-    shape = torch.Size((3, recipe.image_size, recipe.image_size))
-    if isinstance(lane.data, ImageArrays):
-        shape = lane.data.train_images.shape[1:]
-    images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
-    lane.network.eval()
-    with torch.no_grad():
-        with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
-            logits = lane.network(images)
-        lane.network.check(images, logits)
-    lane.network.train()
-    if (lane.num_images - 1) % recipe.batch_size:
-        return
-    with (
-        as_input_error(
-            f"{recipe.network} cannot train on the last batch, a single image of "
-            f"{lane.num_images}: choose a batch_size other than {recipe.batch_size}"
-        ),
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.no_grad(),
-    ):
-        network = lane.create_network(recipe, lane.data, lane.seed)
-        network.to(device).train()(images[:1])
+    def train(self, locks: contextlib.ExitStack) -> None:
+        """Train all plans; holds the locks of their folders in ``locks``."""
+        if self.options.resume and self.world == 1:
+            self.runs |= finished_runs(self.plans, self.options)
+        waiting = [number for number in range(len(self.plans)) if number not in self.runs]
+        self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
+        for group, data in groups(self.plans, waiting, self.options, self.device):
+            parts = [group]
+            while parts:
+                part = [number for number in parts.pop(0) if number not in self.failures]
+                if self._width is not None and len(part) > self._width:
+                    parts[:0] = [part[: self._width], part[self._width :]]
+                elif part and not self._train_part(part, data):
+                    parts.insert(0, part)
 
-
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """Stop all processes if one of them raises an InputError, which would leave others waiting."""
-    failure = None
-    try:
-        yield
-    except InputError as error:
-        failure = error
-    _, found = distributed.agree(0, failure is not None, None)
-    if failure is not None:
-        raise failure
-    if found:
-        raise InputError("another process has stopped: see its message")
-
-
-def _unfinished(lanes: Sequence[Lane]) -> list[Lane]:
-    return [lane for lane in lanes if lane.epoch < lane.recipe.epochs]
-
-
-def _epoch_seconds(plans: Sequence[Plan], group: list[int], runs: dict[int, RunFolder]) -> float:
-    """Time of an epoch of a group, by the last epoch of equal runs; 0 if there is none."""
-    first = plans[group[0]].recipe
-    equal = [run for n, run in runs.items() if same_steps(plans[n].recipe, first)]
-    last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
-    return max(last, default=0.0) * len(group)
-
-
-def _train_together(
-    lanes: list[Lane],
-    runs: Sequence[RunFolder | None],
-    options: Options,
-    deadline: Deadline,
-    *,
-    progress: bool,
-) -> bool:
-    """Train lanes to their last epoch; after a kill, lanes that are behind catch up first.
-
-    Returns False if the time limit ended the training before.
-    """
-    by_lane = dict(zip(map(id, lanes), runs, strict=True))
-    while unfinished := _unfinished(lanes):
-        first = min(lane.epoch for lane in unfinished)
-        together = [lane for lane in unfinished if lane.epoch == first]
-        until = min(lane.epoch if lane.epoch > first else lane.recipe.epochs for lane in unfinished)
-        with_runs = [by_lane[id(lane)] for lane in together]
-        if _train_side_by_side(together, with_runs, until, options, deadline, progress=progress):
-            return not _unfinished(lanes)
-    return True
-
-
-def _train_side_by_side(
-    lanes: list[Lane],
-    runs: Sequence[RunFolder | None],
-    until: int,
-    options: Options,
-    deadline: Deadline,
-    *,
-    progress: bool,
-) -> bool:
-    """Train lanes until an epoch; returns whether the time limit is reached."""
-    on_gpu = lanes[0].device.type == "cuda"
-    runner = SideBySide(lanes, capture=options.capture and on_gpu and lanes[0].world == 1)
-    writers = [_writer(run, options, lanes[0].epoch) for run in runs]
-    saved, stopped = time.monotonic(), False
-    for epoch in _progress(lanes, until, show=progress and runs[0] is not None):
-        began = time.perf_counter()
+    def _train_part(self, part: list[int], data: ImageArrays | FolderImages) -> bool:
+        """Train runs side by side; returns False to try again with fewer of them."""
         try:
-            runner.train_epoch()
-        except InputError:
+            self._train_group(part, data)
+            return True
+        except (InputError, TimeUp):
             raise
-        except ValueError as error:  # a CPU, where lanes train alone, raises at once
-            raise _stopped(lanes[0], runs[0], str(error)) from error
-        results = runner.evaluate()
-        seconds = (time.perf_counter() - began) / len(lanes)
-        for lane, run, result in zip(lanes, runs, results, strict=True):
-            _require_finite(lane, run, result)
-            lane.epoch = epoch + 1
-        stopped = deadline.is_up(time.perf_counter() - began)
-        last = stopped or epoch + 1 == until
-        save = last or time.monotonic() - saved > options.checkpoint_seconds
-        for lane, run, result, writer in zip(lanes, runs, results, writers, strict=True):
-            metrics = _metrics(lane, epoch, result, seconds, len(lanes))
-            state = lane.state_dict() if save else None
-            if run is not None:
-                run.append(metrics)
-                if state is not None:
-                    run.save(state, last=last)
+        except Exception as error:  # of these runs
+            if self.world > 1 or (len(self.plans) == 1 and not is_explained(error)):
+                raise
+            again = is_out_of_memory(error) and len(part) > 1 and self._width is None
+            reason = "" if again else reason_of(error, side_by_side=len(part))
+        free_memory()  # here, where the error no longer holds it
+        if again:
+            self._width = len(part) // 2
+            warnings.warn(
+                f"out of memory with {len(part)} runs side by side: continuing with {self._width}; "
+                f"--side-by-side {self._width} does so from the start",
+                stacklevel=2,
+            )
+            return False
+        for number in part:
+            if number not in self.failures:
+                plan = self.plans[number]
+                folder = self.options.out / plan.name / str(plan.seed)
+                self.failures.add(number, f"{folder}: {reason}")
+        return True
+
+    def _lane(self, number: int, data: ImageArrays | FolderImages) -> Lane:
+        plan = self.plans[number]
+        images = own_images(data, plan)
+        rank, world = self.rank, self.world
+        return Lane(plan.recipe, plan.seed, images, self.device, rank=rank, world=world)
+
+    def _train_group(self, group: list[int], data: ImageArrays | FolderImages) -> None:
+        lanes = [self._lane(number, data) for number in group]
+        if self._begin is not None:
+            with together():
+                if self.rank == 0:
+                    self.runs |= self._begin(lanes[0])
+            self._begin = None
+        members = []
+        for number, lane in zip(group, lanes, strict=True):
+            member = _Member(number, lane, self.runs.get(number))
+            try:
+                _restore(member.lane, member.run)
+            except RunError as error:
+                if error.fatal:
+                    raise
+                self.failures.add(number, str(error))
+                continue
+            members.append(member)
+        if self._unfinished(members) and self.deadline.is_up(self._epoch_seconds(group)):
+            raise time_up(self.runs.values(), self.options)
+        # after a kill, runs that are behind catch up first
+        while unfinished := self._unfinished(members):
+            first = min(member.lane.epoch for member in unfinished)
+            behind = [member for member in unfinished if member.lane.epoch == first]
+            ends = [m.lane.epoch if m.lane.epoch > first else m.lane.recipe.epochs
+                    for m in unfinished]  # fmt: skip
+            if self._train_side_by_side(behind, min(ends)) and self._unfinished(members):
+                raise time_up(self.runs.values(), self.options)
+
+    def _unfinished(self, members: Sequence[_Member]) -> list[_Member]:
+        return [
+            member
+            for member in members
+            if member.number not in self.failures and member.lane.epoch < member.lane.recipe.epochs
+        ]
+
+    def _epoch_seconds(self, group: list[int]) -> float:
+        """Time of an epoch of a group, by the last epoch of equal runs; 0 if there is none."""
+        first = self.plans[group[0]].recipe
+        equal = [run for n, run in self.runs.items() if same_steps(self.plans[n].recipe, first)]
+        last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
+        return max(last, default=0.0) * len(group)
+
+    def _train_side_by_side(self, members: list[_Member], until: int) -> bool:
+        """Train runs until an epoch or a failure; returns whether the time limit is reached."""
+        lanes = [member.lane for member in members]
+        on_gpu = self.device.type == "cuda"
+        runner = SideBySide(lanes, capture=self.options.capture and on_gpu and self.world == 1)
+        writers = [_writer(member.run, self.options, lanes[0].epoch) for member in members]
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        saved, stopped = time.monotonic(), False
+        for epoch in _progress(lanes, until, show=self.progress and self.rank == 0):
+            began = time.perf_counter()
+            try:
+                runner.train_epoch()
+            except InputError:
+                raise
+            except ValueError as error:  # a CPU, where runs train alone, raises at once
+                self.failures.add(members[0].number, _stopped(members[0], str(error)))
+                break
+            results = runner.evaluate()
+            seconds = (time.perf_counter() - began) / len(lanes)
+            for member, result in zip(members, results, strict=True):
+                reason = _not_finite(member.lane, result)
+                if reason is None:
+                    member.lane.epoch = epoch + 1
+                else:  # before anything of this epoch is written
+                    self.failures.add(member.number, _stopped(member, reason))
+            stopped = self.deadline.is_up(time.perf_counter() - began)
+            last = stopped or epoch + 1 == until
+            save = last or time.monotonic() - saved > self.options.checkpoint_seconds
+            memory = _peak_memory(lanes)
+            with together():
+                for member, result, writer in zip(members, results, writers, strict=True):
+                    if member.number in self.failures:
+                        continue
+                    metrics = _metrics(member.lane, epoch, result, seconds, len(lanes), memory)
+                    _write(member, metrics, writer, save=save, last=last)
+            if save:
+                saved = time.monotonic()
+            if any(member.number in self.failures for member in members):
+                break  # the others go on without them
+            if stopped and epoch + 1 < until:
+                break
+        for writer in writers:
             if writer is not None:
-                for key, value in metrics.items():
-                    writer.add_scalar(key, value, epoch)
-        if save:
-            saved = time.monotonic()
-        if stopped and epoch + 1 < until:
-            break
-    for writer in writers:
-        if writer is not None:
-            writer.close()
-    return stopped
+                writer.close()
+        return stopped
+
+
+def _write(
+    member: _Member, metrics: dict[str, Any], writer: Any, *, save: bool, last: bool
+) -> None:
+    """Write the metrics of an epoch, the predictions of the last one, and maybe a checkpoint."""
+    state = member.lane.state_dict() if save else None  # gathers from all ranks
+    if member.run is not None:
+        member.run.append(metrics)
+        if member.lane.epoch == member.lane.recipe.epochs:
+            save_predictions(member.run, predictions_of(member.lane))
+        if state is not None:
+            member.run.save(state, last=last)
+    if writer is not None:
+        for key, value in metrics.items():
+            writer.add_scalar(key, value, metrics["epoch"])
+
+
+def _peak_memory(lanes: Sequence[Lane]) -> dict[str, float]:
+    """Peak memory per run of a GPU, if all its runs use the same method."""
+    device = lanes[0].device
+    if device.type != "cuda" or len({lane.recipe.method for lane in lanes}) > 1:
+        return {}
+    return {"peak_mib": torch.cuda.max_memory_allocated(device) / 2**20 / len(lanes)}
 
 
 def _metrics(
-    lane: Lane, epoch: int, result: list[float], seconds: float, side_by_side: int
+    lane: Lane,
+    epoch: int,
+    result: list[float],
+    seconds: float,
+    side_by_side: int,
+    memory: dict[str, float],
 ) -> dict[str, Any]:
     recipe = lane.recipe
     loss, error, test_loss, calibration, top5_error = result
@@ -277,56 +301,74 @@ def _metrics(
         "seconds": seconds,  # share of this run in the time of all runs side by side
         "images_per_second": lane.num_images / seconds,
         "side_by_side": side_by_side,
+        "statistics_mib": sum(b.nbytes for b in lane.criterion.buffers()) / 2**20,
+        **memory,
     }
 
 
-def _require_finite(lane: Lane, run: RunFolder | None, result: list[float]) -> None:
-    """Stop a run with a non-finite loss, before anything of this epoch is written."""
+def _not_finite(lane: Lane, result: list[float]) -> str | None:
+    """Why a run cannot continue: a loss that is not finite; the same on all ranks."""
     try:
         if isinstance(lane.criterion, ISDALoss):
             lane.criterion.check()
     except ValueError as error:
-        raise _stopped(lane, run, str(error)) from error
+        return str(error)
     train_loss, _, test_loss, *_ = result
     for name, loss in (("training", train_loss), ("test", test_loss)):
         if not math.isfinite(loss):
-            raise _stopped(lane, run, f"the {name} loss is {loss}")
+            return f"the {name} loss is {loss}"
+    return None
 
 
-def _stopped(lane: Lane, run: RunFolder | None, reason: str) -> RunError:
+def _stopped(member: _Member, reason: str) -> str:
+    """Message of a run that has diverged."""
+    lane, run = member.lane, member.run
     where = f"seed {lane.seed}" if run is None else str(run.folder)
     rate = lane.recipe.learning_rate_at(lane.epoch)
     saved = ""
     if run is not None:
         intact = run.has_checkpoint()
         saved = "; the last checkpoint is intact" if intact else "; there is no checkpoint"
-    return RunError(
+    return (
         f"{where}, epoch {lane.epoch + 1}: {reason} (learning rate {rate:g}, lambda_0 "
         f"{lane.recipe.lambda_0:g}){saved}"
     )
 
 
 def _restore(lane: Lane, run: RunFolder | None) -> None:
-    """Restore the last checkpoint of a run on every rank."""
-    if run is not None:
-        if run.load(lane.load_state_dict) is None:
-            done = summary(run)
-            if done.finished:  # an exported record has no checkpoint
-                lane.epoch = lane.recipe.epochs
-            elif done.epochs:
-                warnings.warn(f"{run.folder} has no checkpoint: the run starts again", stacklevel=2)
-        run.rewind(lane.epoch)
+    """Restore the last checkpoint of a run on every rank; raises RunError."""
+    with together():
+        try:
+            if run is not None:
+                _load(lane, run)
+        except RunError:
+            raise
+        except InputError as error:
+            raise RunError(str(error)) from error
     if lane.world > 1:
         epoch = torch.tensor(lane.epoch, device=lane.device)
         distributed.broadcast([epoch, *lane.tensors()])
         lane.epoch = int(epoch)
 
 
+def _load(lane: Lane, run: RunFolder) -> None:
+    if run.load(lane.load_state_dict) is None:
+        done = summary(run)
+        if done.finished:  # an exported record has no checkpoint
+            lane.epoch = lane.recipe.epochs
+        elif done.epochs:
+            warnings.warn(f"{run.folder} has no checkpoint: the run starts again", stacklevel=2)
+    run.rewind(lane.epoch)
+
+
 def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
     """Epochs to train, with a progress bar; in a log file, a line every 30 seconds."""
     first = lanes[0].epoch
-    seeds = " ".join(str(lane.seed) for lane in lanes)
-    label = f"{lanes[0].recipe.data} {lanes[0].recipe.network}, seed {seeds}"
+    methods: dict[str, list[str]] = {}
+    for lane in lanes:
+        methods.setdefault(lane.recipe.method, []).append(str(lane.seed))
+    runs = ", ".join(f"{method} seed {' '.join(seeds)}" for method, seeds in methods.items())
+    label = f"{PurePath(lanes[0].recipe.data).name} {lanes[0].recipe.network}, {runs}"
     interactive = sys.stderr.isatty()
     bar = tqdm(
         range(first, until),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["classification_metrics", "expected_calibration_error", "top_k_error"]
+__all__ = ["classification_metrics", "classified", "expected_calibration_error", "top_k_error"]
 
 
 def classification_metrics(logits: Tensor, target: Tensor) -> Tensor:
@@ -24,6 +24,19 @@ def classification_metrics(logits: Tensor, target: Tensor) -> Tensor:
             100 * top_k_error(logits, target),
         ]
     )
+
+
+def classified(logits: Tensor, target: Tensor) -> Tensor:
+    """Target, predicted class, its probability and that of the target, of every image.
+
+    Shape:
+        logits (N, C), target (N,); output (N, 4) in float32, which holds class indices exactly.
+    """
+    probabilities = logits.float().softmax(1)
+    prediction = logits.argmax(1)
+    columns = (target, prediction)
+    own = [probabilities.gather(1, column[:, None])[:, 0] for column in (prediction, target)]
+    return torch.stack([*(column.float() for column in columns), *own], 1)
 
 
 def top_k_error(logits: Tensor, target: Tensor, k: int = 5) -> Tensor:

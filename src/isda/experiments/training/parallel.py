@@ -4,12 +4,15 @@ A small network is too small for several threads, but its seeds are independent.
 same numbers as in a single process with one thread.
 """
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -17,9 +20,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from isda.experiments.errors import TimeUp
+from isda.experiments.errors import InputError, RunError, RunsFailed, TimeUp
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import time_up
+from isda.experiments.training.failures import Failures, reason_of
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.run_folder import RunFolder, require_free
 
@@ -29,24 +33,58 @@ __all__ = ["train_in_processes"]
 def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolder]:
     """Train every plan in one of ``options.processes`` processes; runs in the order of the plans.
 
-    After an error in a run, the runs that have started are finished, and no others are started.
+    A run that fails does not stop the others, but an input error or a full disk does: then the runs
+    that have started are finished, and no others are started.
     """
     folders = [options.out / plan.name / str(plan.seed) for plan in plans]
     if not options.resume:
         require_free(folders)
     context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+    failures = Failures(len(plans))
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(min(options.processes, len(plans)), context, _begin) as pool:
-        futures = [pool.submit(_train, plan, options, options.started_at) for plan in plans]
+        with _no_interrupts():
+            numbers = {pool.submit(_train, plan, options, options.started_at): number
+                       for number, plan in enumerate(plans)}  # fmt: skip
         label = f"{plans[0].recipe.data} {plans[0].recipe.network}, {options.processes} processes"
         try:
-            for future in tqdm(as_completed(futures), label, len(futures), unit="run"):
-                future.result()
+            for future in tqdm(as_completed(numbers), label, len(numbers), unit="run"):
+                try:
+                    future.result()
+                except RunError as error:
+                    if error.fatal:
+                        raise
+                    failures.add(numbers[future], str(error))
+        except BrokenProcessPool as error:
+            raise RunError(
+                "a process that trained runs was killed, perhaps for lack of memory: use fewer "
+                "--processes; --resume continues"
+            ) from error
+        except KeyboardInterrupt:
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+            raise
         except BaseException as error:
             pool.shutdown(cancel_futures=True)
             if isinstance(error, TimeUp):
                 raise time_up([*map(RunFolder, filter(_exists, folders))], options) from None
             raise
-    return [RunFolder(folder) for folder in folders]
+    done = [RunFolder(folder) for n, folder in enumerate(folders) if n not in failures]
+    failures.raise_if_any(done)
+    return done
+
+
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Block SIGINT, also in processes that are started here, until they have imported torch."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _exists(folder: Path) -> bool:
@@ -54,6 +92,9 @@ def _exists(folder: Path) -> bool:
 
 
 def _begin() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; checkpoints are intact
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
@@ -71,4 +112,12 @@ def _train(plan: Plan, options: Options, started_at: float) -> None:
     if options.minutes is not None:  # the clock is that of the whole machine
         left = options.minutes - (time.monotonic() - started_at) / 60
         options = replace(options, minutes=max(left, 1e-9))
-    train([plan], replace(options, processes=1, device="cpu"), progress=False)
+    try:
+        train([plan], replace(options, processes=1, device="cpu"), progress=False)
+    except RunsFailed as error:
+        raise RunError(str(error)) from None  # can be sent to the parent
+    except (InputError, TimeUp):
+        raise
+    except Exception as error:  # of this run
+        folder = options.out / plan.name / str(plan.seed)
+        raise RunError(f"{folder}: {reason_of(error)}") from error

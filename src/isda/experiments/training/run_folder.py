@@ -277,7 +277,13 @@ def require_free(folders: Iterable[Path]) -> None:
                 )
 
 
-_NAMES = ("config.json", "metrics.jsonl", "checkpoint.pt", "checkpoint.previous.pt")
+_NAMES = (
+    "config.json",
+    "metrics.jsonl",
+    "predictions.npz",
+    "checkpoint.pt",
+    "checkpoint.previous.pt",
+)
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:

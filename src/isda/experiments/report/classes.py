@@ -1,0 +1,187 @@
+"""What changed between baseline and method: by class, by pair of classes, and by image."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isda.experiments.errors import InputError
+from isda.experiments.predictions import Predictions, load_predictions
+from isda.experiments.report.comparison import Comparison
+from isda.experiments.report.intervals import difference, estimate, signed
+from isda.experiments.report.text import printable
+
+__all__ = [
+    "Changed",
+    "Evidence",
+    "changed_images",
+    "class_rows",
+    "confused_rows",
+    "evidence",
+    "reliability",
+]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Predictions of both sides of a comparison."""
+
+    sides: tuple[dict[int, Predictions], dict[int, Predictions]]
+    """Predictions of baseline and method, by seed; empty if not all runs have kept them."""
+
+    missing: str | None
+    """Why there are none."""
+
+    def __bool__(self) -> bool:
+        return self.missing is None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes, the same in all runs."""
+        names = next(iter(self.sides[0].values())).class_names
+        return tuple(map(printable, names))
+
+    @property
+    def same_images(self) -> bool:
+        """Whether all runs were tested on the same images."""
+        targets = [one.target for side in self.sides for one in side.values()]
+        return all(np.array_equal(targets[0], other) for other in targets[1:])
+
+
+def evidence(result: Comparison) -> Evidence:
+    """Predictions of the runs of a comparison, or why there are none."""
+    found: list[dict[int, Predictions]] = []
+    for side in result.sides:
+        own = {}
+        for seed, run in side.runs.items():
+            try:
+                predictions = load_predictions(run)
+            except InputError as error:
+                return Evidence(({}, {}), str(error))
+            if predictions is None:
+                return Evidence(({}, {}), f"{run.name}/{seed} has kept no predictions")
+            own[seed] = predictions
+        found.append(own)
+    if len({one.class_names for side in found for one in side.values()}) > 1:
+        return Evidence(({}, {}), "the classes of the runs have different names")
+    return Evidence((found[0], found[1]), None)
+
+
+def class_rows(given: Evidence) -> list[list[str]]:
+    """Error of every class in percent, the largest decrease first: a header, then rows."""
+    rows = []
+    for number, name in enumerate(given.class_names):
+        errors = [
+            {
+                seed: 100 * float(one.wrong[one.target == number].mean())
+                for seed, one in side.items()
+                if (one.target == number).any()
+            }
+            for side in given.sides
+        ]
+        if not all(errors):
+            continue  # no test images of this class
+        change = difference(*errors)
+        images = round(np.mean([(one.target == number).sum() for one in given.sides[0].values()]))
+        means = [f"{estimate(list(values.values())).mean:.1f}" for values in errors]
+        rows.append((change.mean, [name, str(images), *means, signed(change, 1)]))
+    header = ["class", "images", "Cross entropy", "ISDA", "difference (95 % interval)"]
+    return [header, *(row for _, row in sorted(rows, key=lambda pair: pair[0]))]
+
+
+def confused_rows(given: Evidence, limit: int = 10) -> list[list[str]]:
+    """Pairs of classes that were confused more or less often: a header, then rows.
+
+    Counts are means over seeds, of both directions; the largest changes come first.
+    """
+    means: list[Counter[tuple[int, int]]] = []
+    for side in given.sides:
+        total: Counter[tuple[int, int]] = Counter()
+        for one in side.values():
+            pairs = np.sort(np.stack([one.target, one.prediction], 1)[one.wrong], 1)
+            total.update((a, b) for a, b in pairs.tolist())
+        means.append(Counter({pair: count / len(side) for pair, count in total.items()}))
+    changes = {pair: means[1][pair] - means[0][pair] for pair in means[0] | means[1]}
+    largest = sorted(changes, key=lambda pair: (-abs(changes[pair]), pair))[:limit]
+    names = given.class_names
+    rows = [
+        [f"{names[a]} ↔ {names[b]}", *(f"{mean[a, b]:.1f}" for mean in means),
+         signed(float(changes[a, b]), 1)]
+        for a, b in largest if changes[a, b]
+    ]  # fmt: skip
+    return [["classes", "Cross entropy", "ISDA", "difference"], *rows]
+
+
+def reliability(
+    predictions: dict[int, Predictions], bins: int = 15
+) -> list[tuple[float, float, float]]:
+    """Mean confidence, accuracy and share of the images of every bin, over all seeds.
+
+    The bins are those of the calibration error: (b/B, (b+1)/B]; empty ones are left out.
+    """
+    confidence = np.concatenate([one.confidence for one in predictions.values()])
+    right = ~np.concatenate([one.wrong for one in predictions.values()])
+    index = np.clip(np.ceil(confidence * bins) - 1, 0, bins - 1)
+    members = [index == number for number in range(bins)]
+    return [
+        (float(confidence[own].mean()), float(right[own].mean()), float(own.mean()))
+        for own in members
+        if own.any()
+    ]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A test image whose prediction changed."""
+
+    seed: int
+    """Seed of the run whose images and predictions these are."""
+
+    index: int
+    """Index of the image."""
+
+    target: str
+    """Its class."""
+
+    before: str
+    """Prediction of the baseline."""
+
+    after: str
+    """Prediction of the method."""
+
+    gained: int
+    """Seeds in which only the method is right, minus those in which only the baseline is."""
+
+
+def changed_images(given: Evidence, limit: int = 7) -> tuple[list[Changed], list[Changed]]:
+    """Images that only the method, and images that only the baseline predicts correctly.
+
+    Those come first where most seeds agree. If every seed has its own test images, those of the
+    first seed are shown.
+    """
+    shared = [seed for seed in given.sides[0] if seed in given.sides[1]]
+    if not shared:
+        return [], []
+    seeds = shared if given.same_images else shared[:1]
+    pairs = {seed: (given.sides[0][seed], given.sides[1][seed]) for seed in seeds}
+    if any(len(one.target) != len(other.target) for one, other in pairs.values()):
+        return [], []
+    gained: NDArray[np.int64] = np.sum(
+        [one.wrong.astype(int) - other.wrong.astype(int) for one, other in pairs.values()], axis=0
+    )
+    names = given.class_names
+    lists = []
+    for sign in (1, -1):
+        order = np.argsort(-sign * gained, kind="stable")[:limit]
+        chosen = []
+        for index in order[sign * gained[order] > 0].tolist():
+            seed, (one, other) = next(
+                (seed, pair) for seed, pair in pairs.items()
+                if int(pair[0].wrong[index]) - int(pair[1].wrong[index]) == sign
+            )  # fmt: skip
+            before, after = names[one.prediction[index]], names[other.prediction[index]]
+            target = names[one.target[index]]
+            chosen.append(Changed(seed, index, target, before, after, int(gained[index])))
+        lists.append(chosen)
+    return lists[0], lists[1]

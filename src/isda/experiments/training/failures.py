@@ -1,0 +1,132 @@
+"""Runs that fail while others go on: what failed and why, on all ranks."""
+
+import contextlib
+import gc
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from isda import distributed
+from isda.experiments.errors import InputError, RunError, RunsFailed, StoppedElsewhere
+from isda.experiments.records import Run
+
+__all__ = [
+    "Failures",
+    "finished_first",
+    "free_memory",
+    "is_explained",
+    "is_out_of_memory",
+    "reason_of",
+    "together",
+]
+
+
+class Failures:
+    """Failed runs by the number of their plan.
+
+    Args:
+        total: number of runs of the training.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.messages: dict[int, str] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.messages
+
+    def add(self, number: int, message: str) -> None:
+        """Note a failed run and, if there are others, say so at once."""
+        self.messages[number] = message
+        if self.total > 1 and distributed.rank(None) == 0:
+            warnings.warn(f"{message}; the other runs go on", stacklevel=2)
+
+    def raise_if_any(self, runs: Sequence[Run]) -> None:
+        """Raise RunsFailed with the finished runs if there are failures."""
+        if self.messages and distributed.rank(None):
+            raise StoppedElsewhere(fatal=False)
+        if self.messages:
+            raise RunsFailed(list(self.messages.values()), runs, self.total)
+
+
+@contextlib.contextmanager
+def finished_first(train: Callable[..., list[Any]], *arguments: Any) -> Iterator[list[Any]]:
+    """Train; yields the runs that are finished, and raises RunsFailed only after the context."""
+    failed = None
+    try:
+        runs = train(*arguments)
+    except RunsFailed as error:
+        runs, failed = error.runs, error
+    yield runs
+    if failed is not None:
+        sys.stdout.flush()
+        raise failed
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Raise an error of one rank on all of them, where the others would wait for it for ever.
+
+    The first rank with an InputError raises it, the others raise StoppedElsewhere. Collectives
+    inside the context must come after whatever may fail.
+    """
+    failure = None
+    try:
+        yield
+    except InputError as error:
+        failure = error
+    rank, world = distributed.rank(None), distributed.world_size(None)
+    problem = 0 if failure is None else 2 if _is_fatal(failure) else 1
+    speaker, problem = distributed.agree(world - rank if failure else 0, problem, None)
+    if failure is not None and speaker == world - rank:
+        raise failure
+    if problem:
+        raise StoppedElsewhere(fatal=problem == 2) from failure
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory, on a GPU or on the host."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(words in text for words in ("out of memory", "can't allocate memory"))
+    )
+
+
+def is_explained(error: BaseException) -> bool:
+    """Whether the cause of an error is known, so that one line says enough."""
+    return is_out_of_memory(error) or _LOADER in str(error)
+
+
+def reason_of(error: Exception, *, side_by_side: int = 1) -> str:
+    """Why a run failed, in one line; prints the traceback of an error that is not expected."""
+    if is_out_of_memory(error):
+        if side_by_side > 1:
+            return f"out of memory: use --side-by-side {side_by_side // 2}"
+        return "out of memory: use a smaller --batch-size, or --precision bf16"
+    if _LOADER in str(error):
+        return (
+            "a process that reads images was killed, perhaps for lack of memory: use fewer "
+            "--workers; --resume continues from the last checkpoint"
+        )
+    traceback.print_exception(error, file=sys.stderr)
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def free_memory() -> None:
+    """Give memory back that failed runs have used; call it outside of ``except``."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+_LOADER = "DataLoader worker"  # how torch's message begins if one of them is killed
+
+
+def _is_fatal(error: InputError) -> bool:
+    return error.fatal if isinstance(error, RunError) else True

@@ -1,0 +1,86 @@
+"""Before the first step: which runs are finished, their folders, and whether the images fit."""
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from isda.experiments.data.arrays import ImageArrays
+from isda.experiments.errors import InputError, as_input_error
+from isda.experiments.records import summary
+from isda.experiments.settings import Options
+from isda.experiments.training.groups import Plan
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.run_folder import RunFolder, locked, require_free
+
+__all__ = ["create_folders", "finished_runs", "require_fit"]
+
+
+def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolder]:
+    """Finished runs, which need neither data nor a network; without those that look damaged."""
+    found = {}
+    for number, plan in enumerate(plans):
+        if plan.recipe.data.startswith("imagefolder:"):
+            continue  # the images may have changed
+        folder = options.out / plan.name / str(plan.seed)
+        with contextlib.suppress(InputError, OSError):  # reported when the run is resumed
+            run = RunFolder(folder)
+            if run.recipe != plan.recipe or not summary(run).finished:
+                continue
+            state = run.load(lambda state: state["epoch"])  # an exported record has none
+            if state is None or state["epoch"] == plan.recipe.epochs:
+                found[number] = run
+    return found
+
+
+def create_folders(
+    plans: Sequence[Plan],
+    waiting: Sequence[int],
+    options: Options,
+    locks: contextlib.ExitStack,
+    lane: Lane,
+) -> dict[int, RunFolder]:
+    """Create and lock the run folders; an input error leaves no folders behind."""
+    require_fit(lane)
+    if not options.resume:
+        require_free(options.out / plan.name / str(plan.seed) for plan in plans)
+    for number in waiting:
+        locks.enter_context(locked(options.out, plans[number].name, plans[number].seed))
+    return {
+        number: RunFolder.create(
+            options.out,
+            plans[number].name,
+            plans[number].recipe,
+            plans[number].seed,
+            device=lane.device,
+            resume=options.resume,
+        )
+        for number in waiting
+    }
+
+
+def require_fit(lane: Lane) -> None:
+    """Raise InputError if the network cannot take the images; changes nothing."""
+    recipe, device = lane.recipe, lane.device
+    shape = torch.Size((3, recipe.image_size, recipe.image_size))
+    if isinstance(lane.data, ImageArrays):
+        shape = lane.data.train_images.shape[1:]
+    images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
+    lane.network.eval()
+    with torch.no_grad():
+        with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
+            logits = lane.network(images)
+        lane.network.check(images, logits)
+    lane.network.train()
+    if (lane.num_images - 1) % recipe.batch_size:
+        return
+    with (
+        as_input_error(
+            f"{recipe.network} cannot train on the last batch, a single image of "
+            f"{lane.num_images}: choose a batch_size other than {recipe.batch_size}"
+        ),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.no_grad(),
+    ):
+        network = lane.create_network(recipe, lane.data, lane.seed)
+        network.to(device).train()(images[:1])

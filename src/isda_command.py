@@ -1,0 +1,74 @@
+"""Entry point of the command ``isda``.
+
+Importing torch takes seconds. So this module imports nothing but the standard library: ``isda
+--help`` answers at once, and Ctrl-C during the imports ends the command without a traceback.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+__all__ = ["COMMANDS", "USAGE", "main"]
+
+COMMANDS = {
+    "train": "Train a recipe, one run per seed.",
+    "compare": "Train with cross entropy and with ISDA, and compare over seeds.",
+    "search": "Choose λ₀ on held-out training images, then train on all and test.",
+    "table": "Show a table of the paper with our numbers, or train a cell of it.",
+    "queue": "Train what a file of commands needs; skip what is finished.",
+    "report": "Show all tables with our numbers, export records, update pages.",
+    "cost": "Measure what ISDA adds to a training step in time and memory.",
+    "list": "Show all recipes with the paper's test error and ours.",
+}
+"""What the commands do, by name."""
+
+USAGE = "\n".join(
+    [
+        "usage: isda COMMAND [RECIPE] [FLAGS]",
+        "",
+        *(f"  {name:8} {description}" for name, description in COMMANDS.items()),
+        "",
+        "A recipe is <data>-<network>-<method>. The default is",
+        "digits-resnet8-isda, which needs no download and no GPU.",
+        "`isda COMMAND RECIPE --help` lists the flags and their defaults.",
+        "",
+        "  isda train cifar100-resnet32-isda --seeds 0 1 2 --download",
+        "  isda compare --data imagefolder:photos --network timm:resnet18",
+    ]
+)
+"""The answer to ``isda --help``."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code; see :func:`isda.experiments.cli.main`.
+
+    Ctrl-C ends the process at once: every file is written under another name and renamed, and runs
+    continue from their checkpoints.
+    """
+    process = os.getpid()
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:  # not a forked process that reads images
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            start = b"\n" if os.isatty(2) else b""  # below the progress bar
+            os.write(2, start + b"isda: interrupted; --resume continues from the last checkpoint\n")
+        os._exit(128 + number)  # SystemExit could be caught by a module that is being imported
+
+    signal.signal(signal.SIGINT, interrupted)
+    words = list(sys.argv[1:] if words is None else words)
+    if not words or words[0] in ("-h", "--help"):
+        for stream in (sys.stdout, sys.stderr):
+            getattr(stream, "reconfigure", lambda errors: None)(errors="replace")
+        print(USAGE)
+        return 0
+    from isda.experiments import cli
+
+    return cli.main(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
