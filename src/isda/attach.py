@@ -172,7 +172,7 @@ class AttachedLoss(nn.Module):
         weight: Tensor = self._heads[0].weight  # type: ignore[assignment]
         bias: Tensor | None = self._heads[0].bias  # type: ignore[assignment]
         if len(self._heads) > 1 or hasattr(weight, "device_mesh") or weight.numel() == 0:
-            weight, bias = self._gather_parameters()
+            weight, bias = self.gather_parameters()
         weight = weight.flatten(1)
         try:
             rows = self._require_pair(features, logits, target, weight, bias)
@@ -210,6 +210,22 @@ class AttachedLoss(nn.Module):
         checks.require_ramp(0.0, total_steps, "linear")
         self.criterion.total_steps = total_steps  # type: ignore[assignment]
 
+    def gather_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (C, A) and bias (C,) of the final layer, or of several together."""
+        weights, biases = [], []
+        for head in self._heads:
+            weight = distributed.full_tensor(head.weight)  # type: ignore[arg-type]
+            if weight.numel() == 0:
+                raise ValueError(
+                    f"the weight of the attached layer has shape {tuple(weight.shape)} outside of "
+                    "its forward pass, because it is sharded: use torch's fully_shard (FSDP2), or "
+                    "call isda.ISDALoss within the forward pass of the model"
+                )
+            weights.append(weight.flatten(1))
+            if head.bias is not None:
+                biases.append(distributed.full_tensor(head.bias))  # type: ignore[arg-type]
+        return torch.cat(weights, 1), sum(biases) if biases else None  # type: ignore[return-value]
+
     def check(self) -> None:
         """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
         mismatch = bool(self.mismatch)
@@ -241,22 +257,6 @@ class AttachedLoss(nn.Module):
     def _remove_hooks_with_criterion(self) -> None:
         for handle in self._handles:
             weakref.finalize(self, handle.remove).atexit = False
-
-    def _gather_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight (C, A) and bias (C,) of several heads, or of one whose parameters are sharded."""
-        weights, biases = [], []
-        for head in self._heads:
-            weight = distributed.full_tensor(head.weight)  # type: ignore[arg-type]
-            if weight.numel() == 0:
-                raise ValueError(
-                    f"the weight of the attached layer has shape {tuple(weight.shape)} outside of "
-                    "its forward pass, because it is sharded: use torch's fully_shard (FSDP2), or "
-                    "call isda.ISDALoss within the forward pass of the model"
-                )
-            weights.append(weight.flatten(1))
-            if head.bias is not None:
-                biases.append(distributed.full_tensor(head.bias))  # type: ignore[arg-type]
-        return torch.cat(weights, 1), sum(biases) if biases else None  # type: ignore[return-value]
 
     def _require_pair(
         self,
