@@ -88,8 +88,8 @@ def test_last_layer_is_a_convolution():
 def test_head_by_name():
     model = Backwards()
     for wrapped in (model, Wrapper(model), torch.compile(model)):
-        assert attach(wrapped, head="head")._heads == (model.head,)
-    assert attach(Wrapper(model), head="module.head")._heads == (model.head,)
+        assert attach(wrapped, head="head").heads == (model.head,)
+    assert attach(Wrapper(model), head="module.head").heads == (model.head,)
 
 
 def mistakes() -> dict:

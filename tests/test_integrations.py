@@ -209,10 +209,27 @@ def test_trainer_resumes_on_two_ranks(tmp_path):
     assert first["whole"]["state"]["criterion.step"] == 4
 
 
-def _resume_on_ranks(folder: Path) -> dict[str, Any]:
-    options = {"lambda_0": 2.0}
+@pytest.mark.ddp
+def test_trainer_resumes_with_sharded_statistics(tmp_path):
+    """Each rank has a file of its own."""
+    records = on_two_ranks(_resume_sharded_on_ranks, tmp_path)
+    for record in records:
+        close(record["resumed"]["state"], record["whole"]["state"])
+        close(record["resumed"]["weights"], record["whole"]["weights"])
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoint-2").glob("isda*"))
+    assert names == ["isda_0.pt", "isda_1.pt"]
+
+
+def _resume_sharded_on_ranks(folder: Path) -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo")
+    return _resume_on_ranks(folder, isda.ShardedCovariance)
+
+
+def _resume_on_ranks(folder: Path, covariance: Any = isda.FullCovariance) -> dict[str, Any]:
+    options = {"lambda_0": 2.0, "covariance": covariance(A, C)}
     record = {"whole": train_tokens(folder / "run", options=options, **SAVE)}
     checkpoint = str(folder / "run" / "checkpoint-2")
+    options["covariance"] = covariance(A, C)
     record["resumed"] = train_tokens(folder / "run", options=options, resume=checkpoint, **SAVE)
     return record
 
@@ -265,9 +282,13 @@ def test_trainer_refusals():
     compute_loss = transformers.loss_func(isda.attach(model, ramp="constant"))
     with pytest.raises(ValueError, match='labels must be in the batch as "labels"'):
         compute_loss({"logits": model(torch.randn(2, A))}, None)
+    state = pytest.importorskip("transformers").TrainerState(is_hyper_param_search=True)
+    callback = transformers.ISDACallback(isda.attach(model))
+    with pytest.raises(ValueError, match="train each trial with a Trainer of its own"):
+        callback.on_train_begin(None, state, None)
 
 
-@pytest.mark.parametrize("kind", ["probabilities", "labels", "maps", "plain"])
+@pytest.mark.parametrize("kind", ["probabilities", "labels", "maps", "plain", "tokens"])
 def test_loss_func_divides_by_what_the_trainer_counts(kind):
     """``labels.ne(-100).sum()`` counts the probabilities of all classes, too."""
     loss_func = pytest.importorskip("isda.integrations.transformers").loss_func
@@ -282,6 +303,8 @@ def test_loss_func_divides_by_what_the_trainer_counts(kind):
     elif kind == "maps":
         model, x = nn.Conv2d(A, C, 1), torch.randn(2, A, 3, 3)
         labels = torch.randint(C, (2, 6, 6))
+    elif kind == "tokens":  # as many as classes
+        x, labels = torch.randn(3, C, A), torch.randn(3, C, C).softmax(2)
     else:
         labels = torch.randint(C, (6,))
     criterion = isda.attach(model, loss, **options)
@@ -292,6 +315,11 @@ def test_loss_func_divides_by_what_the_trainer_counts(kind):
     model(x)
     ours = loss_func(criterion)({"logits": logits}, labels, labels.ne(-100).sum())
     close(ours, expected)
+    criterion.eval()  # and in evaluation
+    close(
+        loss_func(criterion)({"logits": logits}, labels, labels.ne(-100).sum()),
+        criterion(large.mT, labels.mT) if kind == "tokens" else criterion(large, labels),
+    )
 
 
 # Lightning
@@ -360,6 +388,7 @@ def train_lightning(
         "state": module.criterion.criterion.state_dict(),
         "total_steps": module.criterion.criterion.total_steps,
         "metrics": {name: float(v) for name, v in trainer.logged_metrics.items()},
+        "nothing": float(module.criterion._mean_quadratic(torch.tensor([-100, -100]))),
         "quadratic": float(module.criterion._mean_quadratic(data.tensors[1][-rank_batch:])),
     }
 
@@ -371,6 +400,7 @@ def test_lightning_steps_log_and_checkpoint(tmp_path):
     assert whole["metrics"]["isda/strength"] == pytest.approx(2.0 * 17 / 18)
     assert whole["metrics"]["isda/quadratic"] == pytest.approx(whole["quadratic"], rel=1e-4)
     assert not any("criterion" in name for name in whole["names"])
+    assert whole["nothing"] == 0.0
     checkpoint = str(tmp_path / "whole" / "checkpoints" / "epoch=1.ckpt")
     resumed = train_lightning(tmp_path / "resumed", epochs=3, resume=checkpoint)
     close(resumed["state"], whole["state"])

@@ -62,9 +62,8 @@ def test_tokens(length, classes_last, soft, device):
     criterion = check(model, head, x, target, x.flatten(0, 1), rows, device)
     model.eval()
     logits = model(x)
-    if not soft:  # evaluation in the same order
-        second = logits.mT if classes_last else logits
-        torch.testing.assert_close(criterion(logits, target), F.cross_entropy(second, target))
+    flat = logits.flatten(0, 1) if classes_last else logits.mT.flatten(0, 1)
+    torch.testing.assert_close(criterion(logits, target), F.cross_entropy(flat, rows))
 
 
 @pytest.mark.parametrize("classes_last", [True, False])
@@ -82,6 +81,14 @@ def test_as_many_classes_as_tokens_on_a_device(classes_last, soft, device, monke
     criterion = check(model, head, x, target, x.flatten(0, 1), rows, device)
     monkeypatch.undo()
     criterion.check()
+
+
+@pytest.mark.parametrize("classes_last", [True, False])
+def test_maps_of_a_linear_layer_with_all_sizes_equal(classes_last, device):
+    head = nn.Linear(A, C).to(device)
+    model = head if classes_last else Then(head, lambda logits: logits.movedim(-1, 1))
+    x, target = torch.randn(2, C, C, A, device=device), torch.randint(C, (2, C, C), device=device)
+    check(model, head, x, target, x.flatten(0, 2), target.flatten(), device)
 
 
 @pytest.mark.parametrize("dimensions", [0, 1, 2, 3])

@@ -133,7 +133,7 @@ class AttachedLoss(nn.Module):
         self._warned = False
         self._resizing: Resizing | None = None
         self._classes_last: bool | None = None
-        self._heads = tuple(heads)  # a tuple, so that they are no submodules of the criterion
+        self.heads = tuple(heads)  # a tuple, so that they are no submodules of the criterion
         self._handles = [
             head.register_forward_pre_hook(capture, with_kwargs=True)
             for head, capture in zip(heads, self._captures, strict=True)
@@ -157,21 +157,23 @@ class AttachedLoss(nn.Module):
         if not tensors or not logits.is_floating_point():
             raise ValueError(_argument_message(logits, target))
         features, training = [], self.training
-        for head, capture in zip(self._heads, self._captures, strict=True):
+        for head, capture in zip(self.heads, self._captures, strict=True):
             training = training and head.training
             features.append(capture.features)
             capture.features = None  # used once
+        weight: Tensor = self.heads[0].weight  # type: ignore[assignment]
         if not training:
             compiling = torch.compiler.is_compiling()
             if self.training and logits.requires_grad and not (self._warned or compiling):
                 self._warned = True
                 warnings.warn(_EVAL_MODE, stacklevel=2)
             evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
-            value: Tensor = evaluate(classes_second(logits, target, self._classes_last), target)
+            logits, target = classes_second(logits, target, len(weight), self._classes_last)
+            value: Tensor = evaluate(logits, target)
             return value
-        weight: Tensor = self._heads[0].weight  # type: ignore[assignment]
-        bias: Tensor | None = self._heads[0].bias  # type: ignore[assignment]
-        if len(self._heads) > 1 or hasattr(weight, "device_mesh") or weight.numel() == 0:
+        bias: Tensor | None = self.heads[0].bias  # type: ignore[assignment]
+        sharded = hasattr(weight, "device_mesh") or weight.numel() == 0  # DTensor, or ZeRO-3
+        if sharded or len(self.heads) > 1:
             weight, bias = self.gather_parameters()
         weight = weight.flatten(1)
         try:
@@ -213,7 +215,7 @@ class AttachedLoss(nn.Module):
     def gather_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight (C, A) and bias (C,) of the final layer, or of several together."""
         weights, biases = [], []
-        for head in self._heads:
+        for head in self.heads:
             weight = distributed.full_tensor(head.weight)  # type: ignore[arg-type]
             if weight.numel() == 0:
                 raise ValueError(
@@ -277,7 +279,7 @@ class AttachedLoss(nn.Module):
             if part is None:
                 raise ValueError(capture.explain())
             parts.append(part)
-        channels_last = isinstance(self._heads[0], nn.Linear)
+        channels_last = isinstance(self.heads[0], nn.Linear)
         try:
             features = torch.cat(parts, -1 if channels_last else 1) if len(parts) > 1 else parts[0]
         except RuntimeError:

@@ -107,18 +107,23 @@ def pair_rows(
     return Rows(features, logits, target, positions, resizing, classes_last)
 
 
-def classes_second(logits: Tensor, target: Tensor, classes_last: bool | None) -> Tensor:
-    """Logits in torch's order (N, C, ...), for logits (N, ..., C) of a target (N, ...).
+def classes_second(
+    logits: Tensor, target: Tensor, num_classes: int, classes_last: bool | None
+) -> tuple[Tensor, Tensor]:
+    """Logits (N, ..., C) and their class probabilities in torch's order (N, C, ...).
 
     Args:
         logits: in either order.
-        target: class indices or class probabilities.
+        target: class indices, or class probabilities in the order of the logits.
+        num_classes: number C of classes.
         classes_last: the order in training, which decides where the shapes allow both.
     """
-    if logits.dim() < 3 or target.shape != logits.shape[:-1]:
-        return logits
-    fits_torch = target.shape == logits.shape[:1] + logits.shape[2:]
-    return logits if fits_torch and not classes_last else logits.movedim(-1, 1)
+    if logits.dim() < 3 or logits.shape[-1] != num_classes:
+        return logits, target
+    if logits.shape[1] == num_classes and not classes_last:
+        return logits, target
+    soft = target.is_floating_point() and target.shape == logits.shape
+    return logits.movedim(-1, 1), target.movedim(-1, 1) if soft else target
 
 
 def _token_rows(
@@ -130,7 +135,7 @@ def _token_rows(
     """
     rows, soft = logits.flatten(0, -2), target.is_floating_point()
     soft_rows = target.flatten(0, -2) if soft and target.shape == logits.shape else target
-    if logits.dim() > 3 or logits.shape[1] != logits.shape[2]:
+    if len({*logits.shape[1:]}) > 1:  # (N, C, ...) would have another shape
         return rows, soft_rows, True
     at_once = checks.known_on_host(features)
     differ = checks.logits_differ(features, weight, bias, flatten(logits), at_once=at_once)

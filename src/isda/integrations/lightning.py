@@ -17,9 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from isda.attach import AttachedLoss
+from isda.covariance import Covariance
 from isda.criterion import Criterion
 from isda.distributed import ShardedCovariance
-from isda.integrations.steps import count_batches, require_isda, set_total_steps
+from isda.integrations.steps import count_batches, require_isda
 from isda.loss import ISDALoss
 
 __all__ = ["ISDACallback"]
@@ -50,7 +51,8 @@ class ISDACallback(Callback):
 
     def __call__(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
         """Loss of the last batch of the model, see :class:`isda.AttachedLoss`."""
-        if not self._is_set_up and self.criterion.total_steps is None:
+        training = isinstance(logits, Tensor) and logits.requires_grad
+        if training and not self._is_set_up:
             raise ValueError(
                 "the criterion must be one of the Trainer's callbacks: "
                 "Trainer(callbacks=[module.criterion])"
@@ -58,7 +60,7 @@ class ISDACallback(Callback):
         inner: Any = self.criterion.criterion
         step = inner.step.clone()
         loss: Tensor = self.criterion(logits, target, **options)
-        if logits.requires_grad:
+        if training:
             self._target = target
             progress = options.get("progress")
             if inner.ramp == "constant":
@@ -96,13 +98,10 @@ class ISDACallback(Callback):
                 "max_steps or max_epochs of the Trainer, or total_steps of the criterion"
             )
         batches = trainer.num_training_batches
-        set_total_steps(
-            self.criterion,
-            count_batches(
-                int(updates),
-                int(batches) if math.isfinite(batches) else None,
-                trainer.accumulate_grad_batches,
-            ),
+        self.criterion.total_steps = count_batches(
+            int(updates),
+            int(batches) if math.isfinite(batches) else None,
+            trainer.accumulate_grad_batches,
         )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -113,7 +112,8 @@ class ISDACallback(Callback):
         if trainer.global_step % every:
             return
         pl_module.log("isda/strength", self._strength)
-        if isinstance(self.criterion.criterion, ISDALoss):
+        cross_entropy = isinstance(self.criterion.criterion, ISDALoss)
+        if cross_entropy and isinstance(self.criterion.estimator, Covariance):
             pl_module.log("isda/quadratic", self._mean_quadratic(target))
 
     def on_load_checkpoint(
@@ -136,7 +136,9 @@ class ISDACallback(Callback):
     def _mean_quadratic(self, target: Tensor) -> Tensor:
         """Mean of (w_j − w_y)ᵀ Σ_y (w_j − w_y) over the classes j and the samples of this rank."""
         inner: Any = self.criterion.criterion
-        classes = target.argmax(1) if target.is_floating_point() else target
+        classes = target
+        if target.is_floating_point():  # (N, C, ...), or (N, ..., C) for tokens
+            classes = target.argmax(1 if target.shape[1] == inner.num_classes else -1)
         classes = classes[classes != inner.ignore_index]
         index, count = classes.unique(return_counts=True)
         weight = self.criterion.gather_parameters()[0].float()

@@ -5,7 +5,7 @@ from typing import Any
 from isda.attach import AttachedLoss
 from isda.criterion import Criterion
 
-__all__ = ["count_batches", "require_isda", "set_total_steps"]
+__all__ = ["count_batches", "require_isda"]
 
 
 def count_batches(updates: int, batches_per_epoch: int | None, accumulation: int) -> int:
@@ -24,12 +24,6 @@ def count_batches(updates: int, batches_per_epoch: int | None, accumulation: int
         return updates * accumulation
     epochs, rest = divmod(updates, -(-batches_per_epoch // accumulation))
     return epochs * batches_per_epoch + min(rest * accumulation, batches_per_epoch)
-
-
-def set_total_steps(criterion: AttachedLoss, total_steps: int) -> None:
-    """Set ``total_steps`` of a criterion unless the user has set it."""
-    if criterion.total_steps is None:
-        criterion.total_steps = total_steps
 
 
 def require_isda(criterion: Any) -> None:

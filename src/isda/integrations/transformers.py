@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from isda import distributed
 from isda.attach import AttachedLoss
 from isda.distributed import ShardedCovariance
-from isda.integrations.steps import count_batches, require_isda, set_total_steps
+from isda.integrations.steps import count_batches, require_isda
 from isda.multilabel import ISDABCEWithLogitsLoss
 
 __all__ = ["ISDACallback", "loss_func"]
@@ -60,6 +60,7 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
             "reduction must be 'mean', which loss_func replaces by the Trainer's normalisation, "
             f"got {inner.reduction!r}"
         )
+    tokens = isinstance(criterion.heads[0], nn.Linear)
 
     def compute_loss(
         outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
@@ -70,6 +71,9 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
         maps = logits.dim() == 4 and labels.dim() == 3
         if maps and logits.shape[2:] != labels.shape[1:]:
             logits = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
+        if tokens and logits.dim() == 3:  # (N, L, C) to torch's order, also where L = C
+            soft = labels.is_floating_point() and labels.shape == logits.shape
+            logits, labels = logits.mT, labels.mT if soft else labels
         if num_items_in_batch is None:
             return criterion(logits, labels)
         number = num_items_in_batch
@@ -115,12 +119,19 @@ class ISDACallback(TrainerCallback):
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
+        if state.is_hyper_param_search:
+            raise ValueError(
+                "ISDACallback cannot be used in trainer.hyperparameter_search, whose trials would "
+                "share one criterion: train each trial with a Trainer of its own"
+            )
         try:
             batches = len(train_dataloader)
-        except TypeError:
+        except TypeError:  # an iterable data set
             batches = None
-        total_steps = count_batches(state.max_steps, batches, args.gradient_accumulation_steps)
-        set_total_steps(self.criterion, total_steps)
+        if self.criterion.total_steps is None:
+            self.criterion.total_steps = count_batches(
+                state.max_steps, batches, args.gradient_accumulation_steps
+            )
         if state.global_step > 0:
             self._load(args, state)
 
@@ -158,7 +169,7 @@ class ISDACallback(TrainerCallback):
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer saves, except in a hyper-parameter search."""
+    """Where the Trainer saves."""
     assert args.output_dir is not None
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
