@@ -1,5 +1,6 @@
 """The examples and the code in README.md run, and the documentation is complete."""
 
+import difflib
 import pkgutil
 import re
 import subprocess
@@ -47,6 +48,57 @@ def test_explicit_example_trains_and_resumes(tmp_path: Path) -> None:
     assert values[-1] < 0.75 * values[0]
     assert "statistics of 5391 samples" in output  # three epochs of 1,797 digits
     assert not list(tmp_path.iterdir())
+
+
+FRAMEWORKS = ["accelerate", "fsdp2", "lightning", "timm", "transformers"]
+
+
+@pytest.mark.parametrize("kind", ["plain", "isda"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_example_of_a_framework(framework: str, kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.fsdp" if framework == "fsdp2" else framework)
+    values = losses(run(ROOT / "examples" / "frameworks" / f"{framework}_{kind}.py", tmp_path))
+    assert len(values) == 2
+    assert values[1] < 0.75 * values[0]
+
+
+@pytest.mark.ddp
+@pytest.mark.parametrize("framework", ["accelerate", "fsdp2"])
+def test_example_of_a_framework_on_two_ranks(framework: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed.fsdp" if framework == "fsdp2" else framework)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    path = ROOT / "examples" / "frameworks" / f"{framework}_isda.py"
+    done = subprocess.run(
+        [*command, str(path)], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    values = losses(done.stdout)
+    assert len(values) == 2  # printed by one rank
+    assert values[1] < 0.75 * values[0]
+
+
+def test_frameworks_need_five_lines_or_fewer() -> None:
+    """Lines of the example with ISDA that the one without it does not have."""
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    rows = re.findall(r"^\| .* \| (\d+) \| `(\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
+    assert [Path(plain).name for _, plain, _ in rows] == [f"{f}_plain.py" for f in FRAMEWORKS]
+    for number, *paths in rows:
+        plain, ours = (code_of(ROOT / path) for path in paths)
+        changed = [line for line in difflib.ndiff(plain, ours) if line.startswith("+ ")]
+        assert len(changed) == int(number) <= 5, changed
+
+
+def code_of(path: Path) -> list[str]:
+    """Lines without the docstring of the file and without blank ones."""
+    lines = path.read_text().split('"""', 2)[2].splitlines()
+    return [line for line in lines if line.strip()]
+
+
+def test_segmentation_example(tmp_path: Path) -> None:
+    output = run(ROOT / "examples" / "segment_shapes.py", tmp_path)
+    scores = [float(value) for value in re.findall(r"mean IoU ([\d.]+)", output)]
+    assert len(scores) == 2
+    assert min(scores) > 0.5  # a network that predicts the background alone has less than 0.25
 
 
 def test_first_code_of_readme_runs_as_printed(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def work(rank: int, world: int, folder: str) -> None:
         logits = fault(model, call["features"]) if rank == 1 else model(call["features"])
         messages[name] = message_of(attached, logits, call["target"])
         model(call["features"])
-        attached._capture.features = None
+        attached._captures[0].features = None
     binary = isda.ISDABCEWithLogitsLoss(A, C, ramp="constant")
     labels = torch.ones(N, C)[rank:]  # too few on the second rank
     call = draw(rank)

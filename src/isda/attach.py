@@ -6,19 +6,23 @@ before, with logits and target.
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isda import checks, ops
+from isda import checks, distributed, ops
+from isda.capture import Capture
 from isda.covariance import Estimator
 from isda.criterion import Ramp
-from isda.functional.losses import Reduction, flatten
+from isda.functional.losses import Reduction
+from isda.heads import Head, require_criterion, require_heads, require_model
 from isda.loss import ISDALoss
+from isda.pairing import Resizing, Rows, classes_second, pair_rows
 
-__all__ = ["AttachedLoss", "attach", "find_head"]
+__all__ = ["AttachedLoss", "attach"]
 
 _EVAL_MODE = (
     "the attached layer is in eval mode, so this loss is ordinary cross entropy without "
@@ -31,7 +35,7 @@ def attach(
     model: nn.Module,
     criterion: nn.Module | None = None,
     *,
-    head: nn.Module | None = None,
+    head: Head | Sequence[Head] | None = None,
     lambda_0: float = 0.5,
     total_steps: int | None = None,
     covariance: str | Estimator = "full",
@@ -52,13 +56,15 @@ def attach(
     first call of a compiled model.
 
     Args:
-        model: a classifier that ends in a linear layer.
+        model: a classifier that ends in a linear layer: an ``nn.Linear`` or a 1×1 convolution.
+            Afterwards the model may reshape its logits, pick one position of a sequence, or resize
+            a map (linear, bicubic or nearest), because the features can be treated alike.
         criterion: a loss called as ``criterion(features, weight, target, bias=bias,
             logits=logits)`` and, in eval mode, as ``criterion.evaluate(logits, target)`` (ordinary
             cross entropy if there is no such method); None for an :class:`isda.ISDALoss` with the
             options below.
-        head: the final ``nn.Linear`` (or 1×1 ``nn.Conv2d`` for dense prediction), if it cannot be
-            found automatically.
+        head: the final layer or its name, such as ``"classifier.4"``, if it cannot be found
+            automatically; several for a model that sums their outputs.
         lambda_0: final strength of the augmentation. For this and the following options see
             :class:`isda.ISDALoss`.
         total_steps: number of steps of the whole training.
@@ -92,22 +98,21 @@ def attach(
         "synchronize": synchronize,
         "process_group": process_group,
     }
-    head = find_head(model) if head is None else head
-    if not any(head is module for module in model.modules()):
-        raise ValueError(f"head must be a module of the model, got {head}")
-    if not _is_linear(head):
-        raise ValueError(f"head must be an nn.Linear or a 1×1 nn.Conv2d, got {head}")
+    require_model(model)
+    heads = require_heads(model, head)
     if criterion is None:
-        head_weight: Tensor = head.weight  # type: ignore[assignment]
-        criterion = ISDALoss(head_weight.shape[1], head_weight.shape[0], **options)
+        num_features = sum(each.weight.shape[1] for each in heads)  # type: ignore[index, misc]
+        num_classes = len(heads[0].weight)  # type: ignore[arg-type]
+        criterion = ISDALoss(num_features, num_classes, **options)
     else:
+        require_criterion(criterion)
         defaults: dict[str, Any] = attach.__kwdefaults__  # type: ignore[assignment]
         changed = [name for name, value in options.items() if value is not defaults[name]]
         if changed:
             raise ValueError(
                 f"{', '.join(changed)} must be set on the criterion that is passed, not on attach"
             )
-    return AttachedLoss(head, criterion)
+    return AttachedLoss(heads, criterion)
 
 
 class AttachedLoss(nn.Module):
@@ -115,21 +120,26 @@ class AttachedLoss(nn.Module):
 
     It follows the mode of the model: after ``model.eval()`` or ``criterion.eval()`` it is ordinary
     cross entropy. Each captured batch is used once; a call without one raises. The hook is removed
-    with the criterion, or by ``remove()``.
+    with the criterion, or by ``remove()``. A weight sharded by FSDP2 is gathered for each call.
     """
 
     mismatch: Tensor
 
-    def __init__(self, head: nn.Module, criterion: nn.Module) -> None:
+    def __init__(self, heads: Sequence[nn.Module], criterion: nn.Module) -> None:
         super().__init__()
         self.criterion = criterion
         self.register_buffer("mismatch", torch.zeros((), dtype=torch.bool), persistent=False)
-        self._capture = _Capture()
+        self._captures = [Capture() for _ in heads]
         self._warned = False
-        self._head = (head,)  # a tuple, so that the head is no submodule of the criterion
-        self._handle = head.register_forward_pre_hook(self._capture, with_kwargs=True)
-        self._remove_hook_with_criterion()
-        self.to(head.weight.device)  # type: ignore[arg-type]
+        self._resizing: Resizing | None = None
+        self._classes_last: bool | None = None
+        self.heads = tuple(heads)  # a tuple, so that they are no submodules of the criterion
+        self._handles = [
+            head.register_forward_pre_hook(capture, with_kwargs=True)
+            for head, capture in zip(heads, self._captures, strict=True)
+        ]
+        self._remove_hooks_with_criterion()
+        self.to(heads[0].weight.device)  # type: ignore[arg-type]
 
     def forward(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
         """Loss of the last batch of the model.
@@ -138,38 +148,46 @@ class AttachedLoss(nn.Module):
             logits: output of the model.
             target: class indices or class probabilities.
             options: passed on to the criterion, such as ``progress``.
+
+        Shape:
+            logits (N, C), target (N,) or (N, C). Tokens: logits (N, C, L) or (N, L, C). Maps:
+            logits (N, C, H, W), of the resolution of the layer or resized.
         """
-        (head,) = self._head
-        if not isinstance(logits, Tensor):
-            raise ValueError(
-                f"logits must be a tensor, got {type(logits).__name__}; the output of a "
-                "Hugging Face model has them as .logits"
-            )
-        features, self._capture.features = self._capture.features, None
-        if not (self.training and head.training):
+        tensors = isinstance(logits, Tensor) and isinstance(target, Tensor)
+        if not tensors or not logits.is_floating_point():
+            raise ValueError(_argument_message(logits, target))
+        features, training = [], self.training
+        for head, capture in zip(self.heads, self._captures, strict=True):
+            training = training and head.training
+            features.append(capture.features)
+            capture.features = None  # used once
+        weight: Tensor = self.heads[0].weight  # type: ignore[assignment]
+        if not training:
             compiling = torch.compiler.is_compiling()
             if self.training and logits.requires_grad and not (self._warned or compiling):
                 self._warned = True
                 warnings.warn(_EVAL_MODE, stacklevel=2)
             evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
+            logits, target = classes_second(logits, target, len(weight), self._classes_last)
             value: Tensor = evaluate(logits, target)
             return value
-        soft = target.is_floating_point()
-        positions = target.shape[:1] + target.shape[2:] if soft else target.shape
-        weight: Tensor = head.weight.flatten(1)  # type: ignore[operator]
-        bias: Tensor | None = head.bias  # type: ignore[assignment]
+        bias: Tensor | None = self.heads[0].bias  # type: ignore[assignment]
+        sharded = hasattr(weight, "device_mesh") or weight.numel() == 0  # DTensor, or ZeRO-3
+        if sharded or len(self.heads) > 1:
+            weight, bias = self.gather_parameters()
+        weight = weight.flatten(1)
         try:
-            features, logits = self._require_pair(features, logits, weight, bias)
+            rows = self._require_pair(features, logits, target, weight, bias)
         except ValueError:
             if hasattr(self.criterion, "refuse"):
                 self.criterion.refuse()  # type: ignore[operator]
             raise
-        if isinstance(head, nn.Linear) and len(positions) > 1:  # tokens: (N, L, A)
-            target = flatten(target) if soft else target.flatten()
-            if options.get("covariance_index") is not None:
-                options["covariance_index"] = options["covariance_index"].flatten()
-        loss = self.criterion(features, weight, target, bias=bias, logits=logits, **options)
-        return loss.view(positions) if loss.dim() == 1 else loss
+        if options.get("covariance_index") is not None:
+            options["covariance_index"] = options["covariance_index"].flatten()
+        loss = self.criterion(
+            rows.features, weight, rows.target, bias=bias, logits=rows.logits, **options
+        )
+        return loss.view(rows.positions) if loss.dim() == 1 else loss
 
     @property
     def estimator(self) -> Estimator:
@@ -194,6 +212,22 @@ class AttachedLoss(nn.Module):
         checks.require_ramp(0.0, total_steps, "linear")
         self.criterion.total_steps = total_steps  # type: ignore[assignment]
 
+    def gather_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (C, A) and bias (C,) of the final layer, or of several together."""
+        weights, biases = [], []
+        for head in self.heads:
+            weight = distributed.full_tensor(head.weight)  # type: ignore[arg-type]
+            if weight.numel() == 0:
+                raise ValueError(
+                    f"the weight of the attached layer has shape {tuple(weight.shape)} outside of "
+                    "its forward pass, because it is sharded: use torch's fully_shard (FSDP2), or "
+                    "call isda.ISDALoss within the forward pass of the model"
+                )
+            weights.append(weight.flatten(1))
+            if head.bias is not None:
+                biases.append(distributed.full_tensor(head.bias))  # type: ignore[arg-type]
+        return torch.cat(weights, 1), sum(biases) if biases else None  # type: ignore[return-value]
+
     def check(self) -> None:
         """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
         mismatch = bool(self.mismatch)
@@ -214,124 +248,82 @@ class AttachedLoss(nn.Module):
 
     def remove(self) -> None:
         """Remove the hook from the model."""
-        self._handle.remove()
+        for capture, handle in zip(self._captures, self._handles, strict=True):
+            handle.remove()
+            capture.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._remove_hook_with_criterion()
+        self._remove_hooks_with_criterion()
 
-    def _remove_hook_with_criterion(self) -> None:
-        weakref.finalize(self, self._handle.remove).atexit = False
+    def _remove_hooks_with_criterion(self) -> None:
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove).atexit = False
 
     def _require_pair(
-        self, features: Tensor | None, logits: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Features and logits in matching shapes, if the logits are computed from the features.
+        self,
+        captured: list[Tensor | None],
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Rows:
+        """Rows of features and logits, if the logits are computed from the features.
 
-        On a CPU up to 1024 samples are compared. On a GPU, and when compiled, it is the first
-        sample and 64 classes; the error is kept in ``mismatch``, and NaN features keep the batch
-        out of the statistics.
+        On a CPU up to 1024 rows are compared. On a GPU, and when compiled, it is the first row and
+        64 classes; the error is kept in ``mismatch``, and NaN features keep the batch out of the
+        statistics.
         """
-        (head,) = self._head
-        if features is None:
+        parts: list[Tensor] = []
+        for capture, part in zip(self._captures, captured, strict=True):
+            if part is None:
+                raise ValueError(capture.explain())
+            parts.append(part)
+        channels_last = isinstance(self.heads[0], nn.Linear)
+        try:
+            features = torch.cat(parts, -1 if channels_last else 1) if len(parts) > 1 else parts[0]
+        except RuntimeError:
+            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
             raise ValueError(
-                "the criterion must be called outside of a checkpointed function"
-                if _in_backward()
-                else "logits must come from a forward pass of the attached model in training mode, "
-                "one pass for each call of the criterion; there was no pass before this call"
-            )
+                f"the layers of head must have inputs of one size, got {shapes}"
+            ) from None
         if self.mismatch.device != features.device:
             self.to(features.device)  # the model was moved after attach
-        if isinstance(head, nn.Linear) and features.dim() > 2:  # tokens: (N, L, A)
-            features, logits = features.flatten(0, -2), flatten(logits)
-        elif features.shape[2:] == (1, 1) and logits.dim() == 2:  # flattened after the head
-            features = features.flatten(1)
-        if features.dim() > 2 and logits.shape[2:] != features.shape[2:]:
-            raise ValueError(
-                f"logits must have the resolution of the attached layer's input, "
-                f"{tuple(features.shape[2:])}, got {tuple(logits.shape[2:])}: they were resized "
-                "after the layer; pass logits of the layer itself, or use isda.ISDALoss"
+        if features.dim() == 2 and logits.shape == (len(features), len(weight)):
+            rows = Rows(features, logits, target, torch.Size((len(logits),)), None, None)
+        else:
+            rows = pair_rows(
+                features,
+                logits,
+                target,
+                weight,
+                bias,
+                channels_last=channels_last,
+                resizing=self._resizing,
             )
-        if len(logits) != len(features):
-            raise ValueError(
-                f"logits must be of the last batch of the model, {len(features)} samples, "
-                f"got {len(logits)}"
-            )
-        if logits.shape[1] != len(weight):
-            raise ValueError(
-                f"logits must have {len(weight)} classes, like the attached layer {head}, got "
-                f"{logits.shape[1]}; pass head= if the model ends in another layer"
-            )
+            self._resizing = rows.resizing or self._resizing
+            if rows.classes_last is not None:
+                self._classes_last = rows.classes_last
         at_once = checks.known_on_host(features)
-        samples, step, classes = (None, len(features) // 1024 + 1, None) if at_once else (1, 1, 64)
-        with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
-            some, outputs = features[:samples:step], logits[:samples:step]
-            if features.dim() > 2:
-                some, outputs = flatten(some)[:samples], flatten(outputs)[:samples]
-            differ = checks.logits_differ(
-                some,
-                weight[:classes],
-                None if bias is None else bias[:classes],
-                outputs[:, :classes],
-            )
+        differ = checks.logits_differ(rows.features, weight, bias, rows.logits, at_once=at_once)
         if at_once:
             if differ:
                 raise ValueError(checks.MISMATCH)
-            return features, logits
+            return rows
         self.mismatch.logical_or_(differ)
-        return torch.where(differ, torch.nan, features), logits
+        return rows._replace(features=torch.where(differ, torch.nan, rows.features))
 
 
-def find_head(model: nn.Module) -> nn.Linear:
-    """Final linear layer of a classifier: timm's ``get_classifier()``, else the last ``nn.Linear``.
-
-    A second layer with as many outputs, such as an auxiliary classifier, makes the answer
-    ambiguous and raises.
-    """
-    inner: Any = getattr(model, "module", model)
-    if callable(getattr(inner, "get_classifier", None)):
-        classifier = inner.get_classifier()
-        if isinstance(classifier, nn.Linear):
-            return classifier
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    if not linear:
-        raise ValueError(
-            f"model must end in an nn.Linear layer, found none in {type(inner).__name__}; "
-            "pass head= if its last layer is a 1×1 convolution"
+def _argument_message(logits: Any, target: Any) -> str:
+    """The error for arguments that are no tensors, or that are swapped."""
+    if not isinstance(logits, Tensor):
+        return (
+            f"logits must be a tensor, got {type(logits).__name__}; the output of a Hugging Face "
+            'model has them as .logits, that of a torchvision segmentation model as ["out"]'
         )
-    last = list(linear.values())[-1]
-    candidates = [name for name, m in linear.items() if m.out_features == last.out_features]
-    if len(candidates) > 1:
-        raise ValueError(
-            f"model must have one final nn.Linear layer, found {len(candidates)} with "
-            f"{last.out_features} outputs ({', '.join(candidates[-4:])}); pass head="
-        )
-    return last
-
-
-class _Capture:
-    """Forward pre-hook that keeps the layer's input until the criterion takes it."""
-
-    def __init__(self) -> None:
-        self.features: Tensor | None = None
-
-    def __call__(
-        self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
-    ) -> None:
-        if _in_backward():
-            return  # gradient checkpointing recomputes the forward pass
-        self.features = (*inputs, *named.values())[0] if module.training else None
-
-    def __getstate__(self) -> dict[str, None]:
-        return {"features": None}  # a copy or a pickle of the model starts empty
-
-
-def _in_backward() -> bool:
-    """Whether a backward pass is running."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _is_linear(module: nn.Module) -> bool:
-    if isinstance(module, nn.Conv2d):
-        return module.kernel_size == (1, 1) and module.groups == 1
-    return isinstance(module, nn.Linear)
+    if not isinstance(target, Tensor):
+        return f"target must be a tensor, got {type(target).__name__}"
+    return (
+        f"logits must be floating point, got {logits.dtype}; the order of the arguments is "
+        "criterion(logits, target)"
+    )

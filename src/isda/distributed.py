@@ -22,8 +22,10 @@ __all__ = [
     "ShardedCovariance",
     "agree",
     "broadcast",
+    "full_tensor",
     "gather_batch",
     "gather_target",
+    "is_sharded",
     "rank",
     "refuse",
     "sum_over_ranks",
@@ -114,6 +116,25 @@ def broadcast(
             dist.broadcast(dense, group=group, group_src=source)
             if dense is not tensor:
                 tensor.copy_(dense)
+
+
+def full_tensor(parameter: Tensor) -> Tensor:
+    """The whole of a parameter that FSDP2 has sharded; any other tensor as it is.
+
+    Every rank adds its own gradient, and the shards receive the average, as FSDP2 does it.
+    """
+    if not is_sharded(parameter):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial  # takes a second unless it is in use
+
+    assert isinstance(parameter, DTensor)
+    average = [Partial("avg")] * parameter.device_mesh.ndim
+    return parameter.full_tensor(grad_placements=average)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, as parameters of FSDP2 are outside of a forward pass."""
+    return hasattr(tensor, "device_mesh")
 
 
 class ShardedCovariance(FullCovariance):

@@ -1,0 +1,48 @@
+"""The Trainer of transformers: a small ViT, two epochs on digits."""
+
+import tempfile
+
+from digits import create_digits
+from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
+
+
+def main() -> None:
+    set_seed(0)
+    config = ViTConfig(
+        image_size=8,
+        patch_size=4,
+        num_channels=1,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+    )
+    config.num_labels = 10
+    data = create_digits()
+    dataset = [{"pixel_values": data[i][0], "labels": data[i][1]} for i in range(len(data))]
+    model = ViTForImageClassification(config)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            num_train_epochs=2,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=2,
+            learning_rate=2e-3,
+            logging_strategy="epoch",
+            save_strategy="epoch",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=dataset,
+        )
+        trainer.train()
+    for record in trainer.state.log_history[:-1]:
+        print(f"epoch {record['epoch']:g}: loss {record['loss']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

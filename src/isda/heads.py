@@ -1,0 +1,150 @@
+"""The final linear layer of a model: found automatically, or given as a layer or by its name."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+__all__ = ["Head", "find_head", "require_criterion", "require_heads", "require_model"]
+
+Head: TypeAlias = nn.Module | str
+"""A layer of the model, or its name as in ``model.named_modules()``."""
+
+_KINDS = "an nn.Linear or a 1×1 convolution (stride 1, no padding, one group)"
+
+
+def find_head(model: nn.Module) -> nn.Module:
+    """Final layer of a model: timm's ``get_classifier()``, else the last linear layer.
+
+    Linear layers are ``nn.Linear`` and 1×1 convolutions. A second one of the same kind with as many
+    outputs, such as an auxiliary classifier, makes the answer ambiguous and raises.
+    """
+    inner = _unwrap(model)
+    if callable(getattr(inner, "get_classifier", None)):
+        classifier = inner.get_classifier()
+        if isinstance(classifier, nn.Module) and _is_linear(classifier):
+            return classifier
+    linear = {name: m for name, m in inner.named_modules() if _is_linear(m)}
+    if not linear:
+        raise ValueError(
+            f"model must end in a linear layer, {_KINDS}; found none in {type(inner).__name__}"
+        )
+    last = list(linear.values())[-1]
+    outputs = _num_outputs(last)
+    candidates = [
+        name
+        for name, module in linear.items()
+        if isinstance(module, nn.Linear) == isinstance(last, nn.Linear)
+        and _num_outputs(module) == outputs
+    ]
+    if len(candidates) > 1:
+        raise ValueError(
+            f"model must have one final linear layer, found {len(candidates)} with {outputs} "
+            f"outputs ({', '.join(candidates[-4:])}); pass head= with the name of one of them"
+        )
+    return last
+
+
+def require_heads(model: nn.Module, head: Head | Sequence[Head] | None) -> tuple[nn.Module, ...]:
+    """The layers meant by ``head=``: one, or several whose outputs are summed."""
+    if head is None:
+        given: Sequence[Head] = [find_head(model)]
+    else:
+        given = [head] if isinstance(head, nn.Module | str) else head
+    heads = tuple(_require_head(model, each) for each in given)
+    if not heads:
+        raise ValueError(f"head must name at least one layer, got {head!r}")
+    if len({_num_outputs(each) for each in heads}) > 1 or len({*map(type, heads)}) > 1:
+        raise ValueError(
+            "the layers of head are summed, so they must be of one type and have as many outputs, "
+            f"got {', '.join(map(str, heads))}"
+        )
+    return heads
+
+
+def require_model(model: Any) -> None:
+    """Raise ValueError for what is no trainable model."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
+    if next(model.parameters(), None) is None:
+        raise ValueError(
+            f"model must have parameters, got {type(model).__name__} without any; the order of the "
+            "arguments is attach(model, criterion)"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "model must be a Python module, got the output of torch.jit.script or trace, whose "
+            "layers take no hook: attach to the original model"
+        )
+
+
+def require_criterion(criterion: Any) -> None:
+    """Raise ValueError for a loss that cannot be called with features and weight."""
+    try:
+        call = inspect.signature(criterion.forward)
+        call.bind("features", "weight", "target", bias=None, logits=None)
+    except (AttributeError, TypeError):
+        name = type(criterion).__name__
+        if isinstance(criterion, nn.CrossEntropyLoss):
+            fix = "leave it out; weight, label_smoothing and ignore_index are options of attach"
+        elif isinstance(criterion, nn.BCEWithLogitsLoss):
+            fix = (
+                "use isda.ISDABCEWithLogitsLoss(num_features, num_classes) for multi-label targets"
+            )
+        elif isinstance(criterion, nn.Module) and _is_linear(criterion):
+            fix = "pass a layer as head="
+        else:
+            fix = "a loss of logits alone cannot be attached"
+        raise ValueError(
+            "criterion must be called as criterion(features, weight, target, bias=, logits=), "
+            f"which {name} is not: {fix}"
+        ) from None
+
+
+def _require_head(model: nn.Module, head: Head) -> nn.Module:
+    if isinstance(head, str):
+        layers = {**dict(model.named_modules()), **dict(_unwrap(model).named_modules())}
+        if head not in layers:
+            names = [name for name, module in layers.items() if _is_linear(module)]
+            raise ValueError(
+                f"head must be the name of a layer, got {head!r}; the last linear layers are "
+                f"{', '.join(names[-4:]) or 'none'}"
+            )
+        layer = layers[head]
+    else:
+        layer = head
+    if not any(layer is module for module in model.modules()):
+        raise ValueError(f"head must be a module of the model, got {layer}")
+    if not _is_linear(layer):
+        raise ValueError(f"head must be {_KINDS}, got {layer}")
+    if isinstance(layer.weight, UninitializedParameter):
+        raise ValueError(f"head must have a weight, got {layer}: run one batch through the model")
+    return layer
+
+
+def _unwrap(model: nn.Module) -> Any:
+    """The model itself behind DistributedDataParallel and ``torch.compile``."""
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        wrapped = inner._modules.get("_orig_mod", inner._modules.get("module"))
+        if wrapped is None or len(inner._modules) > 1:
+            break
+        inner = wrapped
+    return inner
+
+
+def _num_outputs(head: nn.Module) -> int:
+    outputs: int = head.out_features if isinstance(head, nn.Linear) else head.out_channels  # type: ignore[assignment]
+    return outputs
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        simple = (module.kernel_size, module.stride, module.groups)
+        ones = (1,) * len(module.kernel_size)
+        no_padding = module.padding in ("valid", (0,) * len(ones))
+        return simple == (ones, ones, 1) and no_padding
+    return isinstance(module, nn.Linear)

@@ -1,0 +1,146 @@
+"""Lightning: λ over the steps of the Trainer, logged, and the criterion's state in its checkpoints.
+
+>>> class Classifier(LightningModule):
+...     def __init__(self):
+...         super().__init__()
+...         self.model = resnet18(num_classes=10)
+...         self.criterion = ISDACallback(isda.attach(self.model, lambda_0=0.5))
+>>> module = Classifier()
+>>> trainer = Trainer(callbacks=[module.criterion])
+"""
+
+import math
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from isda.attach import AttachedLoss
+from isda.covariance import Covariance
+from isda.criterion import Criterion
+from isda.distributed import ShardedCovariance
+from isda.integrations.steps import count_batches, require_isda
+from isda.loss import ISDALoss
+
+__all__ = ["ISDACallback"]
+
+
+class ISDACallback(Callback):
+    """A criterion that is called with ``(logits, target)``, and a callback of the Trainer.
+
+    * ``total_steps`` comes from ``trainer.estimated_stepping_batches``, unless it is set.
+    * ``isda/strength`` (λ) and ``isda/quadratic`` (mean of the quadratic term over the classes and
+      the samples of a batch) are logged.
+    * The state is part of the Trainer's checkpoints. A checkpoint without it raises, because λ and
+      the statistics would start again.
+    * It is no submodule of the LightningModule, so that weight averaging does not average the
+      statistics, DistributedDataParallel does not send them with each batch, and
+      ``load_from_checkpoint`` works without them.
+
+    Args:
+        criterion: attached to the model.
+    """
+
+    def __init__(self, criterion: AttachedLoss) -> None:
+        require_isda(criterion)
+        self.criterion = criterion
+        self._is_set_up = False
+        self._strength: float | Tensor | None = None
+        self._target: Tensor | None = None
+
+    def __call__(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+        """Loss of the last batch of the model, see :class:`isda.AttachedLoss`."""
+        training = isinstance(logits, Tensor) and logits.requires_grad
+        if training and not self._is_set_up:
+            raise ValueError(
+                "the criterion must be one of the Trainer's callbacks: "
+                "Trainer(callbacks=[module.criterion])"
+            )
+        inner: Any = self.criterion.criterion
+        step = inner.step.clone()
+        loss: Tensor = self.criterion(logits, target, **options)
+        if training:
+            self._target = target
+            progress = options.get("progress")
+            if inner.ramp == "constant":
+                self._strength = inner.lambda_0
+            elif progress is None:
+                self._strength = inner.lambda_0 * (step / inner.total_steps).clamp(max=1)
+            else:
+                self._strength = inner.lambda_0 * progress
+        return loss
+
+    @property
+    def state_key(self) -> str:
+        return "isda"
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_set_up = True
+        if any(isinstance(module, Criterion | AttachedLoss) for module in pl_module.modules()):
+            raise ValueError(
+                "the criterion must not be a submodule of the LightningModule, whose buffers are "
+                "averaged and broadcast: write self.criterion = ISDACallback(isda.attach(…))"
+            )
+        if trainer.world_size > 1 and isinstance(self.criterion.estimator, ShardedCovariance):
+            raise ValueError(
+                "ShardedCovariance cannot be saved in Lightning's checkpoints, which rank 0 "
+                'writes: use covariance="full" or "diagonal"'
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.criterion.total_steps is not None:
+            return
+        updates = trainer.estimated_stepping_batches
+        if not math.isfinite(updates) or updates < 1:
+            raise ValueError(
+                f"total_steps must be known, but the Trainer estimates {updates} steps: set "
+                "max_steps or max_epochs of the Trainer, or total_steps of the criterion"
+            )
+        batches = trainer.num_training_batches
+        self.criterion.total_steps = count_batches(
+            int(updates),
+            int(batches) if math.isfinite(batches) else None,
+            trainer.accumulate_grad_batches,
+        )
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self._strength is None or self._target is None:
+            return
+        target, self._target = self._target, None
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if trainer.global_step % every:
+            return
+        pl_module.log("isda/strength", self._strength)
+        cross_entropy = isinstance(self.criterion.criterion, ISDALoss)
+        if cross_entropy and isinstance(self.criterion.estimator, Covariance):
+            pl_module.log("isda/quadratic", self._mean_quadratic(target))
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
+            raise ValueError(
+                "the checkpoint has no state of the criterion, so that λ and the statistics would "
+                "start again: resume from one that was saved with ISDACallback, or load the "
+                "weights alone with load_from_checkpoint"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.criterion.state_dict())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.criterion.load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _mean_quadratic(self, target: Tensor) -> Tensor:
+        """Mean of (w_j − w_y)ᵀ Σ_y (w_j − w_y) over the classes j and the samples of this rank."""
+        inner: Any = self.criterion.criterion
+        classes = target
+        if target.is_floating_point():  # (N, C, ...), or (N, ..., C) for tokens
+            classes = target.argmax(1 if target.shape[1] == inner.num_classes else -1)
+        classes = classes[classes != inner.ignore_index]
+        index, count = classes.unique(return_counts=True)
+        weight = self.criterion.gather_parameters()[0].float()
+        rows = self.criterion.estimator.quadratic(weight, index).mean(1)  # (K,)
+        return (rows * count).sum() / count.sum().clamp(min=1)

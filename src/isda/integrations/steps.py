@@ -1,0 +1,32 @@
+"""The criterion of an integration, and its number of steps: one for each batch."""
+
+from typing import Any
+
+from isda.attach import AttachedLoss
+from isda.criterion import Criterion
+
+__all__ = ["count_batches", "require_isda"]
+
+
+def count_batches(updates: int, batches_per_epoch: int | None, accumulation: int) -> int:
+    """Number of batches of a training with gradient accumulation.
+
+    Args:
+        updates: number of steps of the optimiser.
+        batches_per_epoch: number of batches of an epoch; None if it is unknown.
+        accumulation: number of batches of an update; the last one of an epoch may have fewer.
+
+    Example:
+        >>> count_batches(6, 10, 4)  # two epochs of 4 + 4 + 2 batches
+        20
+    """
+    if batches_per_epoch is None:
+        return updates * accumulation
+    epochs, rest = divmod(updates, -(-batches_per_epoch // accumulation))
+    return epochs * batches_per_epoch + min(rest * accumulation, batches_per_epoch)
+
+
+def require_isda(criterion: Any) -> None:
+    """Raise ValueError unless a criterion is that of :func:`isda.attach` with a loss of isda."""
+    if not isinstance(criterion, AttachedLoss) or not isinstance(criterion.criterion, Criterion):
+        raise ValueError(f"criterion must be that of isda.attach(model, …), got {criterion!r}")

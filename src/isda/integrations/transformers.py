@@ -1,0 +1,183 @@
+"""Hugging Face Trainer: the loss in its normalisation, λ over its steps, state in its checkpoints.
+
+>>> criterion = isda.attach(model, lambda_0=0.5)
+>>> trainer = Trainer(
+...     model,
+...     arguments,
+...     train_dataset=dataset,
+...     compute_loss_func=loss_func(criterion),
+...     callbacks=[ISDACallback(criterion)],
+... )
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from isda import distributed
+from isda.attach import AttachedLoss
+from isda.distributed import ShardedCovariance
+from isda.integrations.steps import count_batches, require_isda
+from isda.multilabel import ISDABCEWithLogitsLoss
+
+__all__ = ["ISDACallback", "loss_func"]
+
+TRAINER_COUNTS = -100
+"""Labels other than this one are counted by the Trainer in ``num_items_in_batch``."""
+
+
+def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
+    """Function for ``Trainer(compute_loss_func=…)``.
+
+    The Trainer expects the sum of the losses divided by ``num_items_in_batch``, the number of
+    labels of all accumulated batches and ranks. A mean over each batch, such as
+    ``criterion(outputs.logits, labels)``, would be multiplied by their number. Class weights do not
+    change the divisor, as in the losses of transformers.
+
+    Logits (N, C, h, w) of label maps (N, H, W) are resized bilinearly, as the segmentation models
+    of transformers do for their own loss.
+
+    Args:
+        criterion: attached to the model, with ``reduction="mean"``.
+    """
+    require_isda(criterion)
+    inner: Any = criterion.criterion
+    ignored = getattr(inner, "ignore_index", TRAINER_COUNTS)
+    if ignored != TRAINER_COUNTS:
+        raise ValueError(
+            f"ignore_index must be {TRAINER_COUNTS} with the Trainer, which counts all other "
+            f"labels, got {ignored}: set such labels to {TRAINER_COUNTS} in the data set"
+        )
+    if inner.reduction != "mean":
+        raise ValueError(
+            "reduction must be 'mean', which loss_func replaces by the Trainer's normalisation, "
+            f"got {inner.reduction!r}"
+        )
+    tokens = isinstance(criterion.heads[0], nn.Linear)
+
+    def compute_loss(
+        outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        if labels is None:
+            raise ValueError('labels must be in the batch as "labels", found none')
+        maps = logits.dim() == 4 and labels.dim() == 3
+        if maps and logits.shape[2:] != labels.shape[1:]:
+            logits = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
+        if tokens and logits.dim() == 3:  # (N, L, C) to torch's order, also where L = C
+            soft = labels.is_floating_point() and labels.shape == logits.shape
+            logits, labels = logits.mT, labels.mT if soft else labels
+        if num_items_in_batch is None:
+            return criterion(logits, labels)
+        number = num_items_in_batch
+        if labels.is_floating_point() and not isinstance(inner, ISDABCEWithLogitsLoss):
+            number = number / inner.num_classes  # the Trainer counts all probabilities
+        inner.reduction = "sum"
+        try:
+            loss: Tensor = criterion(logits, labels)
+        finally:
+            inner.reduction = "mean"
+        return loss / number
+
+    return compute_loss
+
+
+class ISDACallback(TrainerCallback):
+    """Sets ``total_steps`` and keeps the state of the criterion in the Trainer's checkpoints.
+
+    Every checkpoint folder gets a file ``isda.pt``. A training that is resumed without one raises,
+    because λ and the statistics would start again.
+
+    Args:
+        criterion: the attached criterion.
+        resume_from_checkpoint: the folder that is passed to ``trainer.train()``; needed only if it
+            is not in ``output_dir``, because the Trainer does not tell its callbacks.
+    """
+
+    def __init__(
+        self,
+        criterion: AttachedLoss,
+        *,
+        resume_from_checkpoint: str | os.PathLike[str] | None = None,
+    ) -> None:
+        require_isda(criterion)
+        self.criterion = criterion
+        self.resume_from_checkpoint = resume_from_checkpoint
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if state.is_hyper_param_search:
+            raise ValueError(
+                "ISDACallback cannot be used in trainer.hyperparameter_search, whose trials would "
+                "share one criterion: train each trial with a Trainer of its own"
+            )
+        try:
+            batches = len(train_dataloader)
+        except TypeError:  # an iterable data set
+            batches = None
+        if self.criterion.total_steps is None:
+            self.criterion.total_steps = count_batches(
+                state.max_steps, batches, args.gradient_accumulation_steps
+            )
+        if state.global_step > 0:
+            self._load(args, state)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not (state.is_world_process_zero or self._is_sharded()):
+            return
+        file = _checkpoint_folder(args, state) / self._file_name()
+        torch.save(self.criterion.state_dict(), file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)
+
+    def _load(self, args: TrainingArguments, state: TrainerState) -> None:
+        given = self.resume_from_checkpoint or args.resume_from_checkpoint
+        if isinstance(given, str | os.PathLike) and Path(given).is_dir():
+            folder = Path(given)
+        else:
+            folder = _checkpoint_folder(args, state)
+        file = folder / self._file_name()
+        if not file.exists() or not _is_state_of(folder, state):
+            raise ValueError(
+                f"the training is resumed at step {state.global_step}, but the state of the "
+                f"criterion is not in {folder}: pass ISDACallback(criterion, "
+                "resume_from_checkpoint=…) if the checkpoint is elsewhere; to start ISDA from a "
+                "checkpoint without it, load the model with from_pretrained instead of resuming"
+            )
+        self.criterion.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+    def _is_sharded(self) -> bool:
+        return isinstance(self.criterion.estimator, ShardedCovariance)
+
+    def _file_name(self) -> str:
+        """One file, or one for each rank if the statistics are sharded."""
+        return f"isda_{distributed.rank(None)}.pt" if self._is_sharded() else "isda.pt"
+
+
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer saves."""
+    assert args.output_dir is not None
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _is_state_of(folder: Path, state: TrainerState) -> bool:
+    """Whether a checkpoint is the one that the Trainer's state was loaded from."""
+    saved = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    keys = ("global_step", "log_history")
+    return [json.dumps(getattr(saved, key)) for key in keys] == [
+        json.dumps(getattr(state, key)) for key in keys
+    ]

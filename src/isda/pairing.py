@@ -1,0 +1,205 @@
+"""Rows of features and the rows of logits that a linear layer has made of them.
+
+A model may change the form of its logits after the final layer without changing their values:
+transpose the tokens, flatten them, pick one position of a sequence, or resize a map. The functions
+here do the same to the features, so that the loss sees N rows of features, logits and target.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from isda import checks
+from isda.functional.losses import flatten
+
+__all__ = ["Resizing", "Rows", "classes_second", "pair_rows"]
+
+
+class Resizing(NamedTuple):
+    """How a model resizes its logits: arguments of ``F.interpolate``."""
+
+    mode: str
+    align_corners: bool | None
+
+    def __call__(self, tensor: Tensor, size: torch.Size) -> Tensor:
+        return F.interpolate(tensor, tuple(size), mode=self.mode, align_corners=self.align_corners)
+
+
+class Rows(NamedTuple):
+    """A batch with one row for each sample, token or pixel."""
+
+    features: Tensor  # (M, A)
+    logits: Tensor  # (M, C)
+    target: Tensor  # (M,) or (M, C)
+    positions: torch.Size  # shape of the batch before, without classes
+    resizing: Resizing | None
+    classes_last: bool | None  # None if unknown
+
+
+def pair_rows(
+    features: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    channels_last: bool,
+    resizing: Resizing | None,
+) -> Rows:
+    """Bring the features into the form of the logits, and everything into rows.
+
+    Args:
+        features: input of the final layer.
+        logits: output of the model.
+        target: class indices or class probabilities.
+        weight: of the final layer.
+        bias: of the final layer.
+        channels_last: whether the features are in the last dimension, as for ``nn.Linear``.
+        resizing: of the last batch, if its logits were resized.
+
+    Shape:
+        features (N, A), (N, ..., A) with channels_last or else (N, A, ...); weight (C, A), bias
+        (C,); logits (N, C), (N, C, ...), (N, ..., C) with channels_last, or rows (M, C); target as
+        the logits, or without their classes.
+    """
+    if features.dim() < 2:
+        raise ValueError(
+            "the input of the attached layer must have a batch dimension, got shape "
+            f"{tuple(features.shape)}"
+        )
+    inner = features.shape[1:-1] if channels_last else features.shape[2:]  # of one sample
+    maps = features.movedim(-1, 1) if channels_last else features  # (N, A, ...)
+    batch, num_classes = len(features), len(weight)
+    second, last = (batch, num_classes, *inner), (batch, *inner, num_classes)
+    positions = torch.Size((batch, *inner))
+    classes_last = None
+    if inner and channels_last and logits.shape == last:
+        features = flatten(maps)
+        logits, target, classes_last = _token_rows(features, logits, target, weight, bias)
+    elif logits.shape == second:
+        features, logits = flatten(maps), flatten(logits)
+    elif inner and logits.shape == (positions.numel(), num_classes):  # rows already
+        features, positions = flatten(maps), torch.Size((len(logits),))
+    elif inner and logits.shape == (batch, num_classes):
+        features = _pick(maps.flatten(2).mT, logits, weight, bias)
+        positions = torch.Size((batch,))
+    elif inner and logits.dim() == maps.dim() and logits.shape[:2] == second[:2]:
+        if resizing is None:
+            resizing = _find_resizing(maps, logits, weight, bias)
+        positions = torch.Size((batch, *logits.shape[2:]))
+        features = flatten(resizing(maps, logits.shape[2:]))
+        logits = flatten(logits)
+    else:
+        raise ValueError(_shape_message(maps, logits, num_classes, second))
+    if target.is_floating_point():
+        target = flatten(target) if target.dim() > 2 else target
+    elif target.dim() == 1 and len(positions) == 1:
+        pass  # the criterion checks it
+    elif target.shape == positions:
+        target = target.flatten()
+    else:
+        raise ValueError(
+            f"target of class indices must have shape {tuple(positions)}, like the logits, got "
+            f"{tuple(target.shape)}"
+        )
+    return Rows(features, logits, target, positions, resizing, classes_last)
+
+
+def classes_second(
+    logits: Tensor, target: Tensor, num_classes: int, classes_last: bool | None
+) -> tuple[Tensor, Tensor]:
+    """Logits (N, ..., C) and their class probabilities in torch's order (N, C, ...).
+
+    Args:
+        logits: in either order.
+        target: class indices, or class probabilities in the order of the logits.
+        num_classes: number C of classes.
+        classes_last: the order in training, which decides where the shapes allow both.
+    """
+    if logits.dim() < 3 or logits.shape[-1] != num_classes:
+        return logits, target
+    if logits.shape[1] == num_classes and not classes_last:
+        return logits, target
+    soft = target.is_floating_point() and target.shape == logits.shape
+    return logits.movedim(-1, 1), target.movedim(-1, 1) if soft else target
+
+
+def _token_rows(
+    features: Tensor, logits: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, bool | None]:
+    """Rows of logits (N, ..., C), of their target, and whether the classes were last indeed.
+
+    With as many classes as tokens, the values tell the order from torch's (N, C, ...).
+    """
+    rows, soft = logits.flatten(0, -2), target.is_floating_point()
+    soft_rows = target.flatten(0, -2) if soft and target.shape == logits.shape else target
+    if len({*logits.shape[1:]}) > 1:  # (N, C, ...) would have another shape
+        return rows, soft_rows, True
+    at_once = checks.known_on_host(features)
+    differ = checks.logits_differ(features, weight, bias, flatten(logits), at_once=at_once)
+    if at_once:
+        return (rows, soft_rows, True) if differ else (flatten(logits), target, False)
+    if soft:
+        soft_rows = torch.where(differ, soft_rows, flatten(target))
+    return torch.where(differ, rows, flatten(logits)), soft_rows, None
+
+
+@torch.no_grad()
+def _linear(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with torch.autocast(features.device.type, enabled=False):
+        return F.linear(features.float(), weight.float(), None if bias is None else bias.float())
+
+
+def _pick(sequence: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Features of the position whose logits the model has picked, (N, L, A) to (N, A).
+
+    Such as GPT-2 for sequence classification, whose logits are those of the last token that is no
+    padding. All logits are computed again and compared.
+    """
+    outputs = _linear(sequence.detach(), weight.detach(), bias)  # (N, L, C)
+    distance = (outputs - logits.detach().float()[:, None]).square().sum(-1)  # (N, L)
+    index = distance.argmin(1)[:, None, None].expand(-1, 1, sequence.shape[-1])
+    return sequence.gather(1, index)[:, 0]
+
+
+def _find_resizing(maps: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None) -> Resizing:
+    """The resizing that turns the layer's output into the logits; synchronises with a GPU.
+
+    The layer is linear, so that resized features give resized logits.
+    """
+    smooth = {3: ["linear"], 4: ["bilinear", "bicubic"], 5: ["trilinear"]}.get(maps.dim())
+    if smooth is None:
+        raise ValueError(
+            f"logits of {maps.dim() - 2} dimensions cannot be resized: pass logits of the size of "
+            f"the attached layer's input, {tuple(maps.shape[2:])}, got {tuple(logits.shape[2:])}"
+        )
+    candidates = [Resizing(mode, corners) for mode in smooth for corners in (False, True)]
+    candidates += [Resizing(mode, None) for mode in ("nearest", "nearest-exact")]
+    if torch.compiler.is_compiling():
+        return candidates[0]
+    outputs = _linear(maps.detach().movedim(1, -1), weight.detach(), bias).movedim(-1, 1)
+    errors = torch.stack(
+        [(each(outputs, logits.shape[2:]) - logits.detach()).square().mean() for each in candidates]
+    )
+    return candidates[int(errors.argmin())]
+
+
+def _shape_message(
+    features: Tensor, logits: Tensor, num_classes: int, expected: tuple[int, ...]
+) -> str:
+    found = f"got shape {tuple(logits.shape)}"
+    if logits.dim() > 1 and num_classes not in logits.shape[1:]:
+        return (
+            f"logits must have {num_classes} classes, like the attached layer of "
+            f"{features.shape[1]} features, {found}; pass head= if the model ends in another layer"
+        )
+    if len(logits) != len(features):
+        return (
+            f"logits must be of the last batch of the model, {len(features)} samples, {found}; if "
+            "the model makes several passes for one loss, join them into one"
+        )
+    return (
+        f"logits must have shape {expected} for features of shape {tuple(features.shape)}, {found}"
+    )

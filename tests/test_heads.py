@@ -1,0 +1,186 @@
+"""Which layer is attached, and the reasons given when none can be."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import isda
+from isda import attach
+from isda.heads import find_head
+
+C = 5
+
+
+class Backwards(nn.Module):
+    """The head is registered before the body, so that it is not the last linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, C)
+        self.body = nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).relu())
+
+
+class Timm(Backwards):
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+
+class Wrapper(nn.Module):
+    """As DistributedDataParallel, without a process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def test_classifier_of_timm():
+    model = Timm()
+    assert find_head(model) is model.head
+    assert find_head(Wrapper(model)) is model.head
+    assert find_head(torch.compile(Wrapper(model))) is model.head
+    assert find_head(Backwards()).in_features == 4  # the last one, for want of better knowledge
+
+
+def test_a_model_with_a_submodule_called_module():
+    """No wrapper, because it has a head of its own."""
+
+    class Model(Backwards):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Timm()
+            self.classifier = nn.Linear(8, 3)
+
+    model = Model()
+    assert find_head(model) is model.classifier
+
+
+@pytest.mark.parametrize("name", ["resnetv2_50x1_bit", "dpn48b"])
+def test_timm_models_with_a_convolution_as_head(name):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(name, num_classes=C)
+    criterion = attach(model, lambda_0=1.0, ramp="constant", covariance="diagonal")
+    x, target = torch.randn(2, 3, 64, 64), torch.tensor([1, 4])
+    features = model.forward_head(model.forward_features(x), pre_logits=True).flatten(1)
+    head = model.get_classifier()
+    explicit = isda.ISDALoss(
+        features.shape[1], C, lambda_0=1.0, ramp="constant", covariance="diagonal"
+    )
+    expected = explicit(features, head.weight.flatten(1), target, bias=head.bias)
+    torch.testing.assert_close(criterion(model(x), target), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_last_layer_is_a_convolution():
+    body = nn.Sequential(nn.Conv2d(3, C, 3), nn.Flatten(), nn.Linear(8, 4))
+    model = nn.Sequential(body, nn.Conv2d(4, C, 1))
+    assert find_head(model) is model[-1]
+    with pytest.raises(ValueError, match=r"found 2 with 5 outputs \(0, 1\); pass head= with"):
+        find_head(nn.Sequential(nn.Conv2d(3, C, 1), nn.Conv2d(C, C, 1)))
+
+
+def test_head_by_name():
+    model = Backwards()
+    for wrapped in (model, Wrapper(model), torch.compile(model)):
+        assert attach(wrapped, head="head").heads == (model.head,)
+    assert attach(Wrapper(model), head="module.head").heads == (model.head,)
+
+
+def mistakes() -> dict:
+    model = Backwards()
+    lazy = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(C))
+    return {
+        "unknown name": (
+            lambda: attach(model, head="fc"),
+            "head must be the name of a layer, got 'fc'; the last linear layers are head, body",
+        ),
+        "no layer": (lambda: attach(model, head=[]), "head must name at least one layer, got []"),
+        "different heads": (
+            lambda: attach(model, head=["head", "body"]),
+            "the layers of head are summed, so they must be of one type and have as many outputs",
+        ),
+        "stride": (
+            lambda: attach(m := nn.Sequential(nn.Conv2d(3, 4, 1, stride=2)), head=m[0]),
+            "head must be an nn.Linear or a 1×1 convolution (stride 1, no padding, one group), got",
+        ),
+        "lazy": (lambda: attach(lazy), "run one batch through the model"),
+        "swapped": (
+            lambda: attach(nn.CrossEntropyLoss(), model),
+            "model must have parameters, got CrossEntropyLoss without any; the order of the "
+            "arguments is attach(model, criterion)",
+        ),
+        "swapped, attached": (
+            lambda: attach(isda.ISDALoss(8, C), model),
+            "got ISDALoss without any; the order of the arguments is attach(model, criterion)",
+        ),
+        "no module": (lambda: attach("resnet18"), "model must be an nn.Module, got str"),
+        "cross entropy": (
+            lambda: attach(model, nn.CrossEntropyLoss()),
+            "which CrossEntropyLoss is not: leave it out; weight, label_smoothing and ignore_index",
+        ),
+        "binary": (
+            lambda: attach(model, nn.BCEWithLogitsLoss()),
+            "which BCEWithLogitsLoss is not: use isda.ISDABCEWithLogitsLoss(num_features, num_cl",
+        ),
+        "layer": (lambda: attach(model, model.head), "which Linear is not: pass a layer as head="),
+        "function": (
+            lambda: attach(model, torch.nn.functional.cross_entropy),
+            "which function is not: a loss of logits alone cannot be attached",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", mistakes())
+def test_mistakes_are_named(name):
+    make, message = mistakes()[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_models():
+    """torch.jit.script takes no hook; the message says what to do, and it works."""
+    model = Backwards()
+    criterion = attach(model, head="head", ramp="constant")
+    with pytest.raises(AttributeError, match=r"torch\.jit\.script: call criterion\.remove\(\)"):
+        torch.jit.script(model)
+    criterion.remove()
+    scripted = torch.jit.script(model)
+    with pytest.raises(ValueError, match="attach to the original model"):
+        attach(scripted)
+
+
+def test_swapped_arguments_of_the_criterion():
+    model = nn.Linear(4, C)
+    criterion = attach(model, ramp="constant")
+    x, target = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    with pytest.raises(ValueError, match=r"got torch\.int64; the order .* criterion\(logits, targ"):
+        criterion(target, model(x))
+    with pytest.raises(ValueError, match="target must be a tensor, got list"):
+        criterion(model(x), [0, 1, 2])
+
+
+def test_data_parallel_is_refused():
+    """Replicas run in threads, and each holds a part of the batch."""
+    model = nn.Linear(4, C)
+    _criterion = attach(model, ramp="constant")
+    replica = model._replicate_for_data_parallel()
+    replica.weight, replica.bias = model.weight.detach(), model.bias.detach()
+    with pytest.raises(ValueError, match="use DistributedDataParallel"):
+        replica(torch.randn(3, 4))
+
+
+def test_sharded_weight_without_a_way_to_gather_it():
+    """As by DeepSpeed ZeRO-3, which leaves an empty tensor behind."""
+    model = nn.Linear(4, C)
+    criterion = attach(model, ramp="constant")
+    logits = model(torch.randn(3, 4))
+    model.weight.data = torch.empty(0)
+    with pytest.raises(ValueError, match=r"has shape \(0,\) outside of its forward pass"):
+        criterion(logits, torch.tensor([0, 1, 2]))

@@ -1,0 +1,335 @@
+"""Logits that the model has reshaped, picked or resized after its final layer."""
+
+import copy
+import itertools
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import isda
+from isda import ISDALoss, attach
+
+N, C, A = 3, 5, 4
+OPTIONS = {"lambda_0": 2.0, "ramp": "constant"}
+
+
+class Then(nn.Module):
+    """A head and what the model does to its output."""
+
+    def __init__(self, head: nn.Module, then) -> None:
+        super().__init__()
+        self.head, self.then = head, then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.head(x))
+
+
+def check(model, head, features, target, rows, target_rows, device, **options):
+    """Two steps equal the explicit loss of rows of features: loss, gradients and statistics."""
+    criterion = attach(model, head=head, **OPTIONS, **options)
+    explicit = ISDALoss(A, C, **OPTIONS, **options).to(device)
+    weight = head.weight.flatten(1)
+    for _ in range(2):
+        loss = criterion(model(features), target)
+        expected = explicit(rows, weight, target_rows, bias=head.bias)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+        gradients = [torch.autograd.grad(each, head.parameters()) for each in (loss, expected)]
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+    for name, buffer in criterion.estimator.named_buffers():
+        torch.testing.assert_close(
+            buffer, explicit.estimator.get_buffer(name), rtol=1e-4, atol=1e-5
+        )
+    return criterion
+
+
+@pytest.mark.parametrize("length", [7, C])
+@pytest.mark.parametrize("classes_last", [True, False])
+@pytest.mark.parametrize("soft", [True, False])
+def test_tokens(length, classes_last, soft, device):
+    """Logits (N, L, C) as in transformers and (N, C, L) as in torch, told apart where L = C."""
+    head = nn.Linear(A, C).to(device)
+    model = head if classes_last else Then(head, lambda logits: logits.mT)
+    x = torch.randn(N, length, A, device=device)
+    target = torch.randint(C, (N, length), device=device)
+    target[1, 3:] = -100
+    rows = target.flatten()
+    if soft:
+        rows = torch.randn(N * length, C, device=device).softmax(1)
+        target = rows.view(N, length, C) if classes_last else rows.view(N, length, C).mT
+    criterion = check(model, head, x, target, x.flatten(0, 1), rows, device)
+    model.eval()
+    logits = model(x)
+    flat = logits.flatten(0, 1) if classes_last else logits.mT.flatten(0, 1)
+    torch.testing.assert_close(criterion(logits, target), F.cross_entropy(flat, rows))
+
+
+@pytest.mark.parametrize("classes_last", [True, False])
+@pytest.mark.parametrize("soft", [True, False])
+def test_as_many_classes_as_tokens_on_a_device(classes_last, soft, device, monkeypatch):
+    """The host must not look at the values: the choice is made on the device."""
+    head = nn.Linear(A, C).to(device)
+    model = head if classes_last else Then(head, lambda logits: logits.mT)
+    x, target = torch.randn(N, C, A, device=device), torch.randint(C, (N, C), device=device)
+    rows = target.flatten()
+    if soft:
+        rows = torch.randn(N * C, C, device=device).softmax(1)
+        target = rows.view(N, C, C) if classes_last else rows.view(N, C, C).mT
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    criterion = check(model, head, x, target, x.flatten(0, 1), rows, device)
+    monkeypatch.undo()
+    criterion.check()
+
+
+@pytest.mark.parametrize("classes_last", [True, False])
+def test_maps_of_a_linear_layer_with_all_sizes_equal(classes_last, device):
+    head = nn.Linear(A, C).to(device)
+    model = head if classes_last else Then(head, lambda logits: logits.movedim(-1, 1))
+    x, target = torch.randn(2, C, C, A, device=device), torch.randint(C, (2, C, C), device=device)
+    check(model, head, x, target, x.flatten(0, 2), target.flatten(), device)
+
+
+@pytest.mark.parametrize("dimensions", [0, 1, 2, 3])
+def test_rows_of_tokens(dimensions, device):
+    """Flattened by the user, as for F.cross_entropy(logits.view(-1, C), target.view(-1))."""
+    head = nn.Linear(A, C).to(device)
+    x = torch.randn(N, *(2, 3, 4)[:dimensions], A, device=device)
+    target = torch.randint(C, x.shape[:-1], device=device).flatten()
+    model = Then(head, lambda logits: logits.reshape(-1, C))
+    check(model, head, x, target, x.reshape(-1, A), target, device)
+
+
+def test_position_of_a_sequence(device):
+    head = nn.Linear(A, C, bias=False).to(device)
+    last = torch.tensor([4, 0, 2], device=device)
+    model = Then(head, lambda logits: logits[torch.arange(N), last])
+    x, target = torch.randn(N, 6, A, device=device), torch.tensor([1, 4, 4], device=device)
+    rows = x[torch.arange(N), last]
+    check(model, head, x, target, rows, target, device)
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequence_classifiers_of_transformers(kind, dtype, device):
+    """Their logits are those of the last token that is no padding."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 11, "num_labels": C, "pad_token_id": 0}
+    if kind == "GPT2":
+        config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=8, **sizes)
+        model = transformers.GPT2ForSequenceClassification(config)
+    else:
+        config = transformers.LlamaConfig(
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            **sizes,
+        )
+        model = transformers.LlamaForSequenceClassification(config)
+    model = model.to(device).to(dtype)
+    captured = []
+    model.score.register_forward_pre_hook(lambda module, inputs: captured.append(inputs[0]))
+    criterion = attach(model, **OPTIONS)
+    explicit = ISDALoss(8, C, **OPTIONS).to(device)
+    tokens = torch.randint(1, 11, (N, 6), device=device)
+    tokens[0, 4:], tokens[1, 1:] = 0, 0
+    target = torch.tensor([2, 0, 2], device=device)
+    logits = model(tokens, attention_mask=(tokens != 0).long()).logits
+    rows = captured[0][torch.arange(N), torch.tensor([3, 0, 5])]
+    loss = criterion(logits, target)
+    expected = explicit(rows, model.score.weight, target, logits=logits)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(criterion.estimator.mean, explicit.estimator.mean)
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_convolutions_of_any_dimension(dimensions, device):
+    head = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dimensions](A, C, 1).to(device)
+    size = (4, 3, 2)[:dimensions]
+    x = torch.randn(2, A, *size, device=device)
+    target = torch.randint(C, (2, *size), device=device)
+    target[0, 0] = 255
+    rows = x.movedim(1, -1).reshape(-1, A)
+    check(head, head, x, target, rows, target.flatten(), device, ignore_index=255)
+
+
+RESIZINGS = [
+    *itertools.product([1], ["linear"], [False, True]),
+    *itertools.product([2], ["bilinear", "bicubic"], [False, True]),
+    *itertools.product([3], ["trilinear"], [False, True]),
+    *itertools.product([1, 2, 3], ["nearest", "nearest-exact"], [None]),
+]
+
+
+@pytest.mark.parametrize(("dimensions", "mode", "align_corners"), RESIZINGS)
+def test_resized_logits(dimensions, mode, align_corners, device):
+    """As most segmentation models do after their head: the loss of resized features."""
+    head = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dimensions](A, C, 1).to(device)
+    size = (7, 9, 5)[:dimensions]
+
+    def resize(maps: Tensor) -> Tensor:
+        return F.interpolate(maps, size, mode=mode, align_corners=align_corners)
+
+    x = torch.randn(2, A, *(3, 4, 2)[:dimensions], device=device)
+    target = torch.randint(C, (2, *size), device=device)
+    target[0, :2] = 255
+    rows = resize(x).movedim(1, -1).reshape(-1, A)
+    criterion = check(
+        Then(head, resize), head, x, target, rows, target.flatten(), device, ignore_index=255
+    )
+    assert criterion._resizing == (mode, align_corners)
+
+
+def test_resized_logits_of_a_linear_layer_on_maps(device):
+    """Channels last, as in transformers for segmentation."""
+    head = nn.Linear(A, C).to(device)
+    model = Then(head, lambda maps: F.interpolate(maps.movedim(-1, 1), (6, 8), mode="bilinear"))
+    x = torch.randn(2, 3, 4, A, device=device)
+    target = torch.randint(C, (2, 6, 8), device=device)
+    rows = F.interpolate(x.movedim(-1, 1), (6, 8), mode="bilinear").movedim(1, -1).reshape(-1, A)
+    check(model, head, x, target, rows, target.flatten(), device)
+
+
+def test_resized_logits_of_another_batch(device):
+    head = nn.Conv2d(A, C, 1).to(device)
+    model = Then(head, lambda maps: F.interpolate(maps, (6, 8), mode="bilinear"))
+    criterion = attach(model, **OPTIONS)
+    x, target = torch.randn(2, A, 3, 4, device=device), torch.randint(C, (2, 6, 8), device=device)
+    criterion(model(x), target)
+    logits = model(x)
+    model(x + 1)
+    with pytest.raises(ValueError, match="these come from another batch"):  # noqa: PT012
+        criterion(logits, target)
+        criterion.check()
+
+
+def test_resized_logits_in_eval_mode_and_unreduced(device):
+    head = nn.Conv2d(A, C, 1).to(device)
+    model = Then(head, lambda maps: F.interpolate(maps, (6, 8), mode="bilinear"))
+    criterion = attach(model, reduction="none", **OPTIONS)
+    x, target = torch.randn(2, A, 3, 4, device=device), torch.randint(C, (2, 6, 8), device=device)
+    assert criterion(model(x), target).shape == target.shape
+    model.eval()
+    expected = F.cross_entropy(model(x), target, reduction="none")
+    torch.testing.assert_close(criterion(model(x), target), expected)
+
+
+SEGMENTATION = {
+    "fcn_resnet50": ("classifier.4", "aux_classifier.4"),
+    "deeplabv3_mobilenet_v3_large": ("classifier.4", "aux_classifier.4"),
+    "lraspp_mobilenet_v3_large": (
+        ["classifier.low_classifier", "classifier.high_classifier"],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTATION)
+def test_segmentation_models_of_torchvision(name, device):
+    """Upsampled logits, auxiliary heads, and two heads whose outputs are summed."""
+    segmentation = pytest.importorskip("torchvision").models.segmentation
+    head, auxiliary = SEGMENTATION[name]
+    options = {"weights": None, "weights_backbone": None, "num_classes": C}
+    if auxiliary is not None:
+        options["aux_loss"] = True
+    model = getattr(segmentation, name)(**options).to(device)
+    settings = {"covariance": "diagonal", "ignore_index": 255, **OPTIONS}
+    criteria = {"out": attach(model, head=head, **settings)}
+    if auxiliary is not None:
+        with pytest.raises(ValueError, match=r"found 2 with 5 outputs \(classifier\.4, aux_class"):
+            attach(model)
+        criteria["aux"] = attach(model, head=auxiliary, **settings)
+    images = torch.randn(2, 3, 64, 64, device=device)
+    target = torch.randint(C, (2, 64, 64), device=device)
+    target[:, :8] = 255
+    outputs = model(images)
+    with pytest.raises(ValueError, match=r'got OrderedDict; .* segmentation model as \["out"\]'):
+        criteria["out"](outputs, target)
+    for key, criterion in criteria.items():
+        loss = criterion(outputs[key], target)
+        plain = F.cross_entropy(outputs[key], target, ignore_index=255)
+        assert loss > plain
+        assert criterion.estimator.count.sum() == 2 * 56 * 64
+        assert criterion._resizing == ("bilinear", False)
+    loss.backward()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_two_heads_that_are_summed(bias, device):
+    """One linear layer of all features together."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.low, self.high = nn.Conv2d(1, C, 1, bias=bias), nn.Conv2d(3, C, 1, bias=bias)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.low(x[:, :1]) + self.high(x[:, 1:])
+
+    model = Model().to(device)
+    criterion = attach(model, head=["low", model.high], **OPTIONS)
+    explicit = ISDALoss(A, C, **OPTIONS).to(device)
+    x = torch.randn(2, A, 3, 3, device=device)
+    target = torch.randint(C, (2, 3, 3), device=device)
+    weight = torch.cat([model.low.weight, model.high.weight], 1).flatten(1)
+    total = model.low.bias + model.high.bias if bias else None
+    expected = explicit(x, weight, target, bias=total)
+    loss = criterion(model(x), target)
+    torch.testing.assert_close(loss, expected)
+    gradients = [torch.autograd.grad(each, model.parameters()) for each in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+    other = Model().to(device)
+    other.forward = lambda x: (
+        other.low(x[:, :1]).mean((2, 3), keepdim=True)
+        + other.high(x[:, 1:].mean((2, 3), keepdim=True))
+    )
+    criterion = attach(other, head=["low", "high"], **OPTIONS)
+    with pytest.raises(ValueError, match=r"of one size, got \(2, 1, 3, 3\), \(2, 3, 1, 1\)"):
+        criterion(other(x), target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "logits", "target", "message"),
+    [
+        ((3, 7, A), (3, 7, C), (3,), "target of class indices must have shape (3, 7), like the"),
+        ((3, 7, A), (2, 7, C), (2, 7), "of the last batch of the model, 3 samples, got shape (2,"),
+        ((3, 7, A), (3, 7, C + 1), (3, 7), "logits must have 5 classes, like the attached layer"),
+        ((3, 7, A), (3, 4, C), (3, 4), "logits must have shape (3, 5, 7) for features of shape"),
+        ((A,), (C,), (), "must have a batch dimension, got shape (4,)"),
+        ((3, 2, 2, 2, 2, A), (3, C, 4, 4, 4, 4), (3, 4, 4, 4, 4), "of 4 dimensions cannot be res"),
+    ],
+)
+def test_shapes_that_do_not_fit(shape, logits, target, message, device):
+    head = nn.Linear(A, C).to(device)
+    criterion = attach(head, **OPTIONS)
+    head(torch.randn(shape, device=device))
+    before = copy.deepcopy(criterion.state_dict())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        criterion(torch.randn(logits, device=device), torch.zeros(target, device=device, dtype=int))
+    for name, tensor in criterion.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_resized_logits_in_a_compiled_criterion(device):
+    """Bilinear resizing is assumed, and any other is reported; after one eager call it is known."""
+    head = nn.Conv2d(A, C, 1).to(device)
+    x, target = torch.randn(2, A, 3, 4, device=device), torch.randint(C, (2, 6, 8), device=device)
+    nearest = Then(head, lambda maps: F.interpolate(maps, (6, 8)))
+    criterion = attach(nearest, **OPTIONS)
+    criterion(nearest(x), target)
+    compiled = torch.compile(criterion, backend="eager", fullgraph=True)
+    assert compiled(nearest(x), target).isfinite()
+    criterion.check()
+
+
+def test_multi_label_tokens(device):
+    """Labels (N, L, C) of a linear head on tokens."""
+    head = nn.Linear(A, C).to(device)
+    criterion = attach(head, isda.ISDABCEWithLogitsLoss(A, C, **OPTIONS))
+    explicit = isda.ISDABCEWithLogitsLoss(A, C, **OPTIONS).to(device)
+    x = torch.randn(N, 7, A, device=device)
+    labels = torch.randint(2, (N, 7, C), device=device).float()
+    rows = explicit(x.flatten(0, 1), head.weight, labels.flatten(0, 1), bias=head.bias)
+    torch.testing.assert_close(criterion(head(x), labels), rows)
