@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from isda._version import __version__
 from isda.experiments.errors import InputError, TimeUp, unknown
-from isda.experiments.recipes import DEFAULT
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
 from isda.experiments.settings import require_seeds
+from isda_command import COMMANDS, USAGE
 
 __all__ = ["TIME_UP", "main", "run"]
 
@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # for terminals without λ and ±
     try:
         if not words or words[0] in ("-h", "--help"):
-            print(_USAGE)
+            print(USAGE)
         elif words[0] == "--version":
             print(f"torch-isda {__version__}")
         else:
@@ -80,7 +80,7 @@ def _train(words: list[str]) -> None:
     from isda.experiments.plans import plan_train
     from isda.experiments.training.loop import train
 
-    planned = plan_train(words, description=_description("train"))
+    planned = plan_train(words, description=COMMANDS["train"])
     for one in train(planned.plans(), planned.options):
         result = summary(one)
         split = "validation" if one.recipe.hold_out else "test"
@@ -93,7 +93,7 @@ def _compare(words: list[str]) -> None:
     from isda.experiments.report.comparison import comparison, comparison_table
     from isda.experiments.training.loop import train
 
-    planned = plan_compare(words, description=_description("compare"))
+    planned = plan_compare(words, description=COMMANDS["compare"])
     runs = train(planned.plans(), planned.options)
     if not runs:
         return  # only rank 0 has the records
@@ -111,7 +111,7 @@ def _search(words: list[str]) -> None:
     from isda.experiments.search import search, search_table
 
     given, start, name = parse_recipe(
-        SearchArguments, "search", words, description=_description("search")
+        SearchArguments, "search", words, description=COMMANDS["search"]
     )
     if given.recipe.method == "isda" and given.recipe.lambda_0 != start.lambda_0:
         raise InputError("isda search chooses lambda_0: give its values with --candidates")
@@ -136,7 +136,7 @@ def _table(words: list[str]) -> None:
     from isda.experiments.report.paper_tables import cell_recipes, get_table
     from isda.experiments.report.tables import cell_results, section
 
-    given = parse(TableArguments, "table", words, description=_description("table"))
+    given = parse(TableArguments, "table", words, description=COMMANDS["table"])
     table = get_table(given.table)
     if given.cell is None:
         if given != TableArguments(given.table, results=given.results):
@@ -165,7 +165,7 @@ def _queue(words: list[str]) -> None:
     from isda.experiments.arguments import QueueArguments, parse
     from isda.experiments.queue import work_through
 
-    work_through(parse(QueueArguments, "queue", words, description=_description("queue")))
+    work_through(parse(QueueArguments, "queue", words, description=COMMANDS["queue"]))
 
 
 def _report(words: list[str]) -> None:
@@ -177,7 +177,7 @@ def _report(words: list[str]) -> None:
     from isda.experiments.report.overview import report_markdown
     from isda.experiments.report.tables import update_markdown
 
-    given = parse(ReportArguments, "report", words, description=_description("report"))
+    given = parse(ReportArguments, "report", words, description=COMMANDS["report"])
     folder = given.runs or default_folder()
     if folder is None:
         raise InputError(
@@ -185,7 +185,8 @@ def _report(words: list[str]) -> None:
             "isda compare, or give the folder of the records with --runs"
         )
     runs = distinct(load_runs(folder))
-    costs = cost_rows(read_costs(given.costs), "report") if given.costs else []
+    measured = read_costs(given.costs) if given.costs else []
+    costs = cost_rows(measured, "report") if measured else []
     finished = [one for one in runs if summary(one).finished]
     if given.export is not None:
         first: dict[tuple[str, int], Run] = {}
@@ -197,7 +198,11 @@ def _report(words: list[str]) -> None:
             print(export(one, given.export))
     print(report_markdown(runs, costs))
     for path in given.update:
-        print(f"{path}: {'updated' if update_markdown(path, runs) else 'up to date'}")
+        print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")
+    if given.figures is not None:
+        from isda.experiments.report.figures import write_figures  # imports matplotlib
+
+        print(*write_figures(given.figures, runs), sep="\n")
     if given.page is not None:
         from isda.experiments.report.pages import write_report_page  # imports matplotlib
 
@@ -210,7 +215,7 @@ def _cost(words: list[str]) -> None:
     from isda.experiments.arguments import CostArguments, parse
     from isda.experiments.report.costs import costs_markdown
 
-    given = parse(CostArguments, "cost", words, description=_description("cost"))
+    given = parse(CostArguments, "cost", words, description=COMMANDS["cost"])
     if given.table:
         print(costs_markdown(given.table))
         return
@@ -224,7 +229,7 @@ def _list(words: list[str]) -> None:
     from isda.experiments.arguments import ListArguments, parse
     from isda.experiments.report.tables import recipes_table
 
-    given = parse(ListArguments, "list", words, description=_description("list"))
+    given = parse(ListArguments, "list", words, description=COMMANDS["list"])
     print(recipes_table(given.results or default_folder()))
 
 
@@ -238,26 +243,6 @@ _COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "cost": _cost,
     "list": _list,
 }
-
-
-def _description(command: str) -> str:
-    return _COMMANDS[command].__doc__ or ""
-
-
-_USAGE = "\n".join(
-    [
-        "usage: isda COMMAND [RECIPE] [FLAGS]",
-        "",
-        *(f"  {name:8} {_description(name)}" for name in _COMMANDS),
-        "",
-        "A recipe is <data>-<network>-<method>. The default is",
-        f"{DEFAULT}, which needs no download and no GPU.",
-        "`isda COMMAND --help` lists the flags of a command.",
-        "",
-        "  isda train cifar100-resnet32-isda --seeds 0 1 2 --download",
-        "  isda compare --data imagefolder:photos --network timm:resnet18",
-    ]
-)
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
