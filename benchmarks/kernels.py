@@ -240,7 +240,7 @@ def draw(rows: list[Row], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for ink, file in {"#24292f": path, "#d7dde3": path.with_stem(f"{path.stem}-dark")}.items():
         names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-        style = dict.fromkeys(names, ink) | {"font.size": 8, "svg.hashsalt": "isda"}
+        style: Any = dict.fromkeys(names, ink) | {"font.size": 8, "svg.hashsalt": "isda"}
         with matplotlib.rc_context(style):
             figure = _figure([row for row in rows if row.floor_multiple], ink)
             metadata = {"Date": None} if file.suffix == ".svg" else None

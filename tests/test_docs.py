@@ -11,8 +11,10 @@ import tomllib
 from html import unescape
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
 import isda
 from isda.experiments.cost_records import read_costs
@@ -122,6 +124,20 @@ def test_first_page_trains_a_model(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (error,) = re.findall(r"test error ([\d.]+) %, NLL [\d.]+", done.stdout)
     assert float(error) < 12
+
+
+def test_examples_of_the_api_run() -> None:
+    """The statistics of two batches, merged, are those of the estimator that saw all samples."""
+    code = [text for language, text in blocks(DOCS / "api.md") if language == "python"]
+    assert len(code) == 6
+    names: dict[str, Any] = {}
+    for text in code:
+        exec(text, names)
+    assert names["quadratic"].shape == (20, 3)
+    assert names["augmented"].shape == (8, 20, 5)
+    assert names["loss"].item() > 0
+    for merged, estimated in zip(names["moments"], names["estimator"].moments, strict=True):
+        torch.testing.assert_close(merged, estimated)
 
 
 def test_navigation_has_every_page() -> None:
@@ -256,6 +272,8 @@ def test_every_block_of_a_page(records) -> None:
     significant = sum(one.difference.significant for one in comparisons(records))
     lower = text.partition("No significant")[0]
     assert lower.count("    * ") == significant
+    worse = text.partition("Higher NLL")[2]
+    assert "λ₀ = 2.5: ECE +3.94" in worse  # ten seeds, 3.03 → 6.97
     (group,) = strengths(records, "digits")
     assert list(group.sides) == [0.0, 0.25, 0.5, 1.0, 2.5, 5.0]
     assert "no records" in BLOCKS["lambda_0"](records, "cifar")

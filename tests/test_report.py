@@ -453,7 +453,7 @@ def test_recipes_table(out, tmp_path):
     text = recipes_table()
     assert len(text.splitlines()) == 2 + len(RECIPES)
     row = next(line for line in text.splitlines() if line.startswith("cifar100-resnet32-isda"))
-    assert re.split(r"\s{2,}", row) == ["cifar100-resnet32-isda", "30.27 ± 0.34", "–", "0.5", "160"]
+    assert re.split(r"\s{2,}", row) == ["cifar100-resnet32-isda", "30.27 ± 0.34", "–"]
     make_run(tmp_path / "changed", ISDA, 8, 3.0, lambda_0=0.1)  # a different recipe: ignored
     row = next(line for line in recipes_table(tmp_path).splitlines() if line.startswith(ISDA))
     assert expected_numbers(out)[1] + " (3)" in row

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Try an installed torch-isda: smoke.sh FOLDER_OF_PYTHON. Runs outside the repository.
 set -euo pipefail
+unset PYTHONPATH
 bin=$1
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mktemp -d)

@@ -168,9 +168,15 @@ def _verdicts(runs: Iterable[Run], prefix: str) -> str:
 
 
 def _summary(runs: Iterable[Run], prefix: str) -> str:
-    """List: the trainings by verdict on the test error, best first."""
+    """List: the trainings by verdict on the test error, best first; then worse NLL and ECE."""
     found: dict[str, list[str]] = {}
     for result in comparisons(runs, prefix):
+        for quantity in QUANTITIES[1:]:
+            change = _change(result, quantity)
+            if change is not None and verdict(change) == "higher":
+                text = f"{_with_strength(result)}: {quantity.title.removesuffix(', %')} "
+                text += signed(change, quantity.digits)
+                found.setdefault("worse", []).append(escape_markdown(text))
         text = f"{_with_strength(result)}: {signed(result.difference)}"
         found.setdefault(verdict(result.difference), []).append(escape_markdown(text))
     lines = []
@@ -247,5 +253,6 @@ _SUMMARY = {
     "lower": "Lower error, significant at 95 %:",
     "not significant": "No significant difference of the error:",
     "higher": "Higher error, significant at 95 %:",
+    "worse": "Higher NLL or calibration error (ECE in percentage points), significant at 95 %:",
     "too few seeds": "Too few seeds for an interval:",
 }
