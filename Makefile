@@ -6,15 +6,18 @@ BIN := $(VENV)/bin
 SEED ?= $(shell date +%s)
 SCALE ?= 20
 
-.PHONY: help demo test chaos lint format docs clean
+.PHONY: help demo test test-oldest chaos lint format docs results package clean
 
 help:
 	@echo "make demo    train CE and ISDA on the bundled digits and compare them: a minute"
 	@echo "make test    ruff, mypy and the whole test suite"
 	@echo "make chaos   damage files and kill processes at random; SEED and SCALE repeat or lengthen it"
+	@echo "make test-oldest  the library's tests with the oldest torch that is supported"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make format  let ruff format the sources"
 	@echo "make docs    build the documentation into site/"
+	@echo "make results update the tables and figures of README and docs from results/"
+	@echo "make package build wheel and sdist, install and try each in an empty environment"
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
@@ -47,9 +50,38 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(VENV)/installed
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+$(VENV)/docs: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict
+	touch $@
+
+results: $(VENV)/installed
+	$(BIN)/isda report --runs results --figures docs/figures \
+		--costs results/benchmarks/cost_cifar100_h200.csv results/benchmarks/cost_imagenet_h200.csv \
+		--update README.md docs/index.md docs/results.md docs/method.md docs/choosing.md
+
+# torch.compile needs torch 2.9; tests/test_versions.py tests what happens below
+OLDEST := torch==2.6.0
+test-oldest:
+	$(PYTHON) -m venv --clear build/oldest
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check '$(OLDEST)' numpy \
+		pytest hypothesis
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	build/oldest/bin/python -m pytest -q -p no:cacheprovider tests/test_versions.py \
+		tests/test_functional.py tests/test_covariance.py tests/test_loss.py tests/test_attach.py \
+		tests/test_surface.py tests/test_multilabel.py tests/test_properties.py
+
+package: $(VENV)/installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	set -e; for file in dist/*.whl dist/*.tar.gz; do \
+		$(PYTHON) -m venv --clear build/empty; \
+		build/empty/bin/python -m pip install --quiet --disable-pip-version-check \
+			-c constraints.txt "$$file" mypy; \
+		tests/package/smoke.sh "$(CURDIR)/build/empty/bin"; \
+	done
 
 clean:
 	rm -rf $(VENV) site build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache

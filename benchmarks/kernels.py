@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from loss import (
@@ -230,14 +231,28 @@ def _losses_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> l
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Plot multiples of the floor on logarithmic axes, with a panel for each piece."""
+    """Plot multiples of the floor on logarithmic axes, with a panel for each piece.
+
+    The plot is 7 inches wide, a column of text. ``NAME-dark`` beside it is for dark backgrounds.
+    """
+    import matplotlib
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for ink, file in {"#24292f": path, "#d7dde3": path.with_stem(f"{path.stem}-dark")}.items():
+        names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        style: Any = dict.fromkeys(names, ink) | {"font.size": 8, "svg.hashsalt": "isda"}
+        with matplotlib.rc_context(style):
+            figure = _figure([row for row in rows if row.floor_multiple], ink)
+            metadata = {"Date": None} if file.suffix == ".svg" else None
+            figure.savefig(file, dpi=150, transparent=True, metadata=metadata)
+
+
+def _figure(rows: list[Row], ink: str) -> Any:
     from matplotlib.figure import Figure
 
-    rows = [row for row in rows if row.floor_multiple]
     pieces = [piece for piece in FLOORED if any(row.piece == piece for row in rows)]
     shapes = list(dict.fromkeys((*row.shape, row.precision) for row in rows))
-    size = (2 + 2.8 * len(pieces), 1.5 + 0.3 * len(shapes))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=(7, 1.2 + 0.24 * len(shapes)), layout="constrained")
     panels = figure.subplots(1, len(pieces), sharex=True, sharey=True, squeeze=False)[0]
     for panel, piece in zip(panels, pieces, strict=True):
         for form, colour in COLOURS.items():
@@ -246,33 +261,26 @@ def draw(rows: list[Row], path: Path) -> None:
                 for row in rows
                 if (row.piece, row.form) == (piece, form)
             }
-            panel.plot(found.values(), found.keys(), "o", color=colour, label=form)
+            panel.plot(found.values(), found.keys(), "o", markersize=4, color=colour, label=form)
             for place, multiple in found.items():
-                panel.annotate(
-                    three_digits(multiple),
-                    (multiple, place),
-                    (6 if form == "functional form" else -6, 0),
-                    textcoords="offset points",
-                    ha="left" if form == "functional form" else "right",
-                    va="center",
-                    fontsize=7,
-                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-                )
-        panel.axvline(1, color="black", linewidth=0.8, zorder=0)
+                if form == "kernels":
+                    text, offset = three_digits(multiple), (5, 0)
+                    panel.annotate(
+                        text, (multiple, place), offset, textcoords="offset points", va="center"
+                    )
+        panel.axvline(1, color=ink, linewidth=0.8, zorder=0)
         panel.set_xscale("log")
-        panel.margins(x=0.25)
-        panel.set_title(piece, loc="left", fontsize=10)
+        panel.margins(x=0.1)
+        panel.set_title(piece, loc="left", fontsize=9)
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.3)
     ticks = [" ".join((f"{n}, {c}, {a}", *rest)).strip() for n, c, a, *rest in shapes]
-    panels[0].set_yticks(range(len(shapes)), ticks, fontsize=8)
+    panels[0].set_yticks(range(len(shapes)), ticks)
     panels[0].invert_yaxis()
-    panels[0].set_ylabel("N, C, A and covariance", fontsize=9)
     handles, titles = panels[0].get_legend_handles_labels()
-    figure.legend(handles, titles, frameon=False, fontsize=8, ncols=2, loc="outside upper right")
+    figure.legend(handles, titles, frameon=False, ncols=2, loc="outside upper right")
     figure.supxlabel("multiple of the floor (the line), all read once and written once", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -304,7 +312,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="also measure local copies of the authors' files",
     )
     add("--out", type=Path, help="CSV file to append to")
-    add("--plot", type=Path, help="PNG file to write")
+    add("--plot", type=Path, help="image to write, and its dark form")
     add("--table", type=Path, metavar="CSV", help="do not measure; print this CSV file as Markdown")
     options = parser.parse_args(arguments)
     if options.repeat < 1:

@@ -7,4 +7,4 @@ __all__ = ["on_page_content"]
 
 
 def on_page_content(html: str, **_unused: Any) -> str:
-    return re.sub(r":(?:func|class|meth|mod):(?=<code>)", "", html)
+    return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)

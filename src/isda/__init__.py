@@ -4,7 +4,7 @@
 >>> loss = criterion(model(x), y)
 """
 
-from isda import functional
+from isda import functional, versions
 from isda._version import __version__
 from isda.attach import AttachedLoss, attach
 from isda.covariance import (
@@ -19,6 +19,9 @@ from isda.distributed import ShardedCovariance
 from isda.functional import monte_carlo_loss, sample
 from isda.loss import ISDALoss
 from isda.multilabel import ISDABCEWithLogitsLoss
+
+if not versions.COMPILES:
+    versions.run_eagerly(AttachedLoss, ISDALoss, ISDABCEWithLogitsLoss)
 
 __all__ = [
     "AttachedLoss",

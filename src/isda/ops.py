@@ -22,6 +22,7 @@ from isda.checks import is_scalar
 from isda.functional import Moments
 from isda.functional.losses import Reduction, flatten, require_reduction
 from isda.kernels import Products, cpu
+from isda.versions import HAS_KERNELS
 
 __all__ = [
     "count_step",
@@ -36,6 +37,7 @@ __all__ = [
 
 _ENABLED = (
     os.environ.get("ISDA_TRITON", "1") != "0"
+    and HAS_KERNELS
     and torch.version.hip is None
     and importlib.util.find_spec("triton") is not None
 )

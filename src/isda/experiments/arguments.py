@@ -156,6 +156,9 @@ class ReportArguments:
     page: Path | None = None
     """Write tables, comparisons and curves as one self-contained HTML page."""
 
+    figures: Path | None = None
+    """Draw error, NLL and calibration, and the curve of lambda_0, as SVG files in this folder."""
+
     costs: tuple[Path, ...] = ()
     """CSV files written by isda cost, to show below Table 1."""
 

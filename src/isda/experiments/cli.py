@@ -212,7 +212,8 @@ def _report(words: list[str]) -> None:
             "isda compare, or give the folder of the records with --runs"
         )
     runs = distinct(load_runs(folder))
-    costs = cost_rows(read_costs(given.costs), "report") if given.costs else []
+    measured = read_costs(given.costs) if given.costs else []
+    costs = cost_rows(measured, "report") if measured else []
     finished = [one for one in runs if summary(one).finished]
     if given.export is not None:
         first: dict[tuple[str, int], Run] = {}
@@ -224,7 +225,11 @@ def _report(words: list[str]) -> None:
             print(export(one, given.export))
     print(report_markdown(runs, costs))
     for path in given.update:
-        print(f"{path}: {'updated' if update_markdown(path, runs) else 'up to date'}")
+        print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")
+    if given.figures is not None:
+        from isda.experiments.report.figures import write_figures  # imports matplotlib
+
+        print(*write_figures(given.figures, runs), sep="\n")
     if given.page is not None:
         from isda.experiments.report.pages import write_report_page  # imports matplotlib
 

@@ -5,7 +5,8 @@ The results equal those of ``isda.functional``; the products are saved for the b
 docstrings here also describe the Triton kernels, which have the same names.
 """
 
-from collections.abc import Sequence
+# operators of torch 2.6 do not accept that of collections.abc
+from typing import Sequence  # noqa: UP035
 
 import torch
 from torch import Tensor

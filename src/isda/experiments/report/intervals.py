@@ -40,6 +40,14 @@ class Estimate:
     count: int
     """Number of runs."""
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """95 % Student-t interval of the mean; None for a single run."""
+        if self.std is None:
+            return None
+        half = float(stdtrit(self.count - 1, 0.975)) * self.std / math.sqrt(self.count)
+        return self.mean - half, self.mean + half
+
     def format(self, digits: int = 2) -> str:
         """``30.18 ± 0.56``, or the mean alone for one run."""
         spread = "" if self.std is None else f" ± {self.std:.{digits}f}"

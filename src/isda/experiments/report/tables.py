@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, unknown
 from isda.experiments.files import write_text
 from isda.experiments.published import PUBLISHED, Result
 from isda.experiments.recipes import RECIPES
@@ -18,9 +18,9 @@ from isda.experiments.report.comparison import (
     create_side,
     create_sides,
     left_out_line,
-    pair_up,
     verdict,
 )
+from isda.experiments.report.evidence import BLOCKS, comparisons, cost_block
 from isda.experiments.report.intervals import estimate, signed
 from isda.experiments.report.paper_tables import DASH, Cell, Table, find_cells
 from isda.experiments.report.text import markdown_rows, text_table
@@ -167,14 +167,8 @@ def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
         runs: run records.
         prefix: prefix of the names of the recipes to show, such as ``cifar100-``.
     """
-    sides, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
-    if left_out:
-        raise InputError("; ".join(left_out.values()))
-    results = [one for one in pair_up(sides.values()) if one.method.recipe.method == "isda"]
-    if not results:
-        raise InputError(f"no records of an ISDA recipe {prefix}… and its baseline")
     rows = []
-    for result in sorted(results, key=lambda result: _order(result.method.name)):
+    for result in comparisons(runs, prefix):
         paper = [str(PUBLISHED.get(side.name, DASH)) for side in result.sides]
         ours = [side.error.format() for side in result.sides]
         count = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
@@ -184,11 +178,19 @@ def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
     return markdown_rows(header, rows, code=(0,), pad=False)
 
 
-def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
+def update_markdown(
+    path: Path | str, runs: Iterable[Run], costs: Sequence[Mapping[str, str]] = ()
+) -> bool:
     """Rewrite the tables of a Markdown file; return whether the file changed.
 
     The text between ``<!-- runs:NAME -->`` and ``<!-- /runs -->`` is replaced by the table of the
-    recipes whose names start with NAME, or of all recipes for ``all``.
+    recipes whose names start with NAME, or of all recipes for ``all``. ``NAME:BLOCK`` shows one of
+    :data:`isda.experiments.report.evidence.BLOCKS`, and ``all:cost`` the costs.
+
+    Args:
+        path: Markdown file.
+        runs: run records.
+        costs: lines of the records of ``isda cost``.
     """
     path, runs = Path(path), list(runs)
     try:
@@ -205,8 +207,7 @@ def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
         )
 
     def table(match: re.Match[str]) -> str:
-        prefix = "" if match[2] == "all" else match[2]
-        return f"{match[1]}{markdown_table(runs, prefix)}\n{match[5]}"
+        return f"{match[1]}{_block(match[2], runs, costs)}\n{match[5]}"
 
     updated = re.sub(pattern, table, text, flags=re.DOTALL)
     if updated != text:
@@ -214,10 +215,21 @@ def update_markdown(path: Path | str, runs: Iterable[Run]) -> bool:
     return updated != text
 
 
-def _order(name: str) -> tuple[int, str]:
-    """Sort key: recipes in the paper's order, then others by name."""
-    names = list(RECIPES)
-    return (names.index(name) if name in names else len(names), name)
+def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -> str:
+    """What belongs between the marks with this name, with an empty line around text."""
+    name, _, kind = mark.partition(":")
+    prefix = "" if name == "all" else name
+    if not kind:
+        return markdown_table(runs, prefix)
+    if kind == "cost":
+        if not costs:
+            raise InputError(
+                f"<!-- runs:{mark} --> needs the records of isda cost: give them with --costs"
+            )
+        return f"\n{cost_block(costs)}\n"
+    if kind not in BLOCKS:
+        raise unknown("block", kind, [*BLOCKS, "cost"])
+    return f"\n{BLOCKS[kind](runs, prefix)}\n"
 
 
 def _method(name: str) -> str:

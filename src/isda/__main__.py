@@ -1,0 +1,8 @@
+"""``python -m isda`` is the command ``isda``."""
+
+import sys
+
+from isda.experiments.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

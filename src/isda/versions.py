@@ -1,0 +1,29 @@
+"""What needs a newer torch than the 2.6 that the library runs with.
+
+``torch.compile`` traces the criteria from torch 2.9 on. Below, a criterion runs eagerly inside a
+compiled model, and ``fullgraph=True`` is refused with the reason. The Triton kernels are used from
+torch 2.11 on; below, a GPU runs the same operations in plain torch.
+"""
+
+import torch
+from torch import nn
+
+__all__ = ["COMPILES", "HAS_KERNELS", "run_eagerly"]
+
+_RELEASE = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+
+COMPILES = _RELEASE >= (2, 9)
+"""Whether ``torch.compile`` can trace the criteria."""
+
+HAS_KERNELS = _RELEASE >= (2, 11)
+"""Whether the Triton kernels are used."""
+
+
+def run_eagerly(*criteria: type[nn.Module]) -> None:
+    """Keep ``torch.compile`` out of the calls of these classes."""
+    for kind in criteria:
+        forward = torch.compiler.disable(kind.forward)
+        reason = f"torch.compile needs torch 2.9 or newer, got {torch.__version__}"
+        # fullgraph=True raises an error with the name of the function
+        forward.__qualname__ = f"isda.{kind.__name__}.forward ({reason})"
+        kind.forward = forward

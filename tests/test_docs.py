@@ -1,0 +1,328 @@
+"""Pages: links, code, formulas, tables and figures of the records, navigation, release files."""
+
+import ast
+import contextlib
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from html import unescape
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import isda
+from isda.experiments.cost_records import read_costs
+from isda.experiments.recipes import DEFAULT, RECIPES
+from isda.experiments.records import load_runs
+from isda.experiments.report.evidence import BLOCKS, comparisons, strengths
+from isda.experiments.report.figures import describe_effect, describe_strengths, write_figures
+from isda.experiments.report.intervals import estimate
+from isda.experiments.report.tables import update_markdown
+from isda_command import COMMANDS, USAGE
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+GENERATED = {"two_dimensions.md"}  # made when the site is built
+COSTS = [
+    ROOT / "results" / "benchmarks" / f"cost_{name}_h200.csv" for name in ("cifar100", "imagenet")
+]
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@pytest.fixture(scope="module")
+def records():
+    return load_runs(ROOT / "results")
+
+
+def load(name: str) -> ModuleType:
+    """A hook of the site."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Language and text of the code blocks."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Ids of the headings, as Python-Markdown makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", title.replace("`", "")).strip().lower() for title in titles)
+    return {re.sub(r"[-\s]+", "-", title.encode("ascii", "ignore").decode()) for title in plain}
+
+
+@pages
+def test_links_lead_to_pages_and_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if name in GENERATED:
+            continue
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+
+
+@pages
+def test_python_blocks_are_python(page: Path) -> None:
+    for language, text in blocks(page):
+        assert language, f"a block without a language: {text[:40]}"
+        if language == "python":
+            ast.parse(text)
+
+
+@pages
+def test_commands_exist(page: Path) -> None:
+    """Every ``isda`` command names an existing command, recipe and flag."""
+    import dataclasses
+
+    from isda.experiments import arguments
+    from isda.experiments.settings import Options, Recipe
+
+    kinds = {name: getattr(arguments, f"{name.capitalize()}Arguments", None) for name in COMMANDS}
+    kinds["compare"] = arguments.TrainArguments
+    text = page.read_text()
+    code = [block for language, block in blocks(page) if language in ("sh", "bash")]
+    code += re.findall(r"`(isda [a-z]+[^`]*)`", text)
+    for line in "\n".join(code).replace("\\\n", " ").splitlines():
+        words = line.partition(" #")[0].split()
+        if words[:1] != ["isda"] or len(words) < 2 or words[1].startswith("-"):
+            continue
+        command = words[1]
+        assert command in COMMANDS, line
+        if command in ("train", "compare", "search") and words[2:3] and words[2][0] not in "-…":
+            assert words[2] in RECIPES, line
+        owners = [kinds[command], Recipe, Options]
+        known = {f.name for kind in owners if kind is not None for f in dataclasses.fields(kind)}
+        for flag in re.findall(r"--(?:no-)?([a-z0-9-]+)", line.partition(" #")[0]):
+            assert flag.replace("-", "_") in known | {"help"}, line
+
+
+def test_first_page_trains_a_model(tmp_path: Path) -> None:
+    code = next(text for language, text in blocks(DOCS / "index.md") if language == "python")
+    script = tmp_path / "digits.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    (error,) = re.findall(r"test error ([\d.]+) %, NLL [\d.]+", done.stdout)
+    assert float(error) < 12
+
+
+def test_examples_of_the_api_run() -> None:
+    """The statistics of two batches, merged, are those of the estimator that saw all samples."""
+    code = [text for language, text in blocks(DOCS / "api.md") if language == "python"]
+    assert len(code) == 6
+    names: dict[str, Any] = {}
+    for text in code:
+        exec(text, names)
+    assert names["quadratic"].shape == (20, 3)
+    assert names["augmented"].shape == (8, 20, 5)
+    assert names["loss"].item() > 0
+    for merged, estimated in zip(names["moments"], names["estimator"].moments, strict=True):
+        torch.testing.assert_close(merged, estimated)
+
+
+def test_navigation_has_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r": (\w+\.md)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted({page.name for page in DOCS.glob("*.md")} | GENERATED)
+
+
+@pages
+def test_formulas_can_be_typeset(page: Path) -> None:
+    formulas = load("formulas")
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for display in re.findall(r"\$\$(.*?)\$\$", text, re.DOTALL):
+        lines = re.sub(r"\\(begin|end)\{aligned\}", "", display).split(r"\\")
+        for part in (part for line in lines for part in line.split("&") if part.strip()):
+            assert formulas.to_svg(part.strip()).startswith("<svg")
+    for inline in re.findall(r"(?<!\$)\$([^$\n]+)\$(?!\$)", text):
+        assert "<path" in formulas.to_svg(inline)
+
+
+def test_a_formula_that_cannot_be_typeset_ends_the_build() -> None:
+    formulas = load("formulas")
+    html = r'<span class="arithmatex">\(\frac{1}\)</span>'
+    with pytest.raises(ValueError, match="cannot typeset"):
+        formulas.on_page_content(html)
+    aligned = r'<div class="arithmatex">\[a &amp;= b \\ &amp;\leq c\]</div>'
+    assert formulas.on_page_content(aligned).count("<svg") == 3
+
+
+def test_notebook(tmp_path: Path) -> None:
+    """Text, code, output and figures become a page; a script without figures is refused."""
+    notebook = load("notebook")
+    script = tmp_path / "cells.py"
+    cells = [
+        "# %% [markdown]\n# # Title\n#\n# words\n",
+        "# %%\nimport matplotlib.pyplot as plt\nx = 2\nprint(x + 1)\n",
+        "# %%\nplt.plot([1, x])\nplt.gca().set_title('a line', loc='left')\nplt.show()\n",
+    ]
+    script.write_text("\n".join(cells))
+    page = notebook.to_markdown(script)
+    assert page.startswith("# Title\n\nwords")
+    assert "```text\n3\n```" in page
+    assert 'aria-label="a line"' in page
+    assert page.count("<svg") == 1
+    assert "currentColor" in page
+    script.write_text(cells[0])
+    with pytest.raises(ValueError, match="draws nothing"):
+        notebook.to_markdown(script)
+
+
+def test_two_dimensions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The notebook runs, and its text is true: lower NLL and ECE, but not with a large λ₀."""
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "show", lambda: None)
+    source = (ROOT / "examples" / "two_dimensions.py").read_text()
+    exec(compile(source, "two_dimensions.py", "exec"), {"__name__": "__main__"})
+    plt.close("all")
+    lines = capsys.readouterr().out.splitlines()
+    found = [
+        [float(value) for value in re.search(r"error (\S+)%, NLL (\S+), ECE (\S+)%", line).groups()]
+        for line in lines
+    ]
+    base, _, good, large = found
+    assert all(ours < theirs for ours, theirs in zip(good, base, strict=True))
+    assert large[2] > base[2]
+
+
+@pytest.mark.parametrize(
+    "name", ["README.md", *(f"docs/{n}.md" for n in ("index", "results", "method", "choosing"))]
+)
+def test_tables_are_those_of_the_records(name: str, records, tmp_path: Path) -> None:
+    copy = tmp_path / "page.md"
+    shutil.copy(ROOT / name, copy)
+    assert not update_markdown(copy, records, read_costs(COSTS)), "run make results"
+
+
+def test_stale_tables_are_found(records, tmp_path: Path) -> None:
+    """Without one seed, the tables are different ones."""
+    fewer = [run for run in records if (run.name, run.seed) != ("cifar100-resnet32-isda", 7)]
+    copy = tmp_path / "page.md"
+    shutil.copy(ROOT / "README.md", copy)
+    assert update_markdown(copy, fewer)
+
+
+def test_figures_are_those_of_the_records(records) -> None:
+    expected = {"effect": describe_effect(records), "lambda_0": describe_strengths(records)}
+    for name, text in expected.items():
+        for theme in ("light", "dark"):
+            svg = (DOCS / "figures" / f"{name}-{theme}.svg").read_text()
+            (found,) = re.findall(r"<desc>(.*?)</desc>", svg, re.DOTALL)
+            assert unescape(found) == text, "run make results"
+
+
+def test_written_figures(records, tmp_path: Path) -> None:
+    files = write_figures(tmp_path / "new", records)
+    assert [file.name for file in files] == [
+        f"{name}-{theme}.svg" for theme in ("light", "dark") for name in ("effect", "lambda_0")
+    ]
+    light, dark = (file.read_text() for file in files[::2])
+    assert light != dark
+    cifar = [run for run in records if run.name.startswith("cifar")]
+    assert [file.name for file in write_figures(tmp_path / "few", cifar)] == [
+        "effect-light.svg",
+        "effect-dark.svg",
+    ]
+
+
+def test_interval_of_a_mean() -> None:
+    """Against scipy, which computes it on its own."""
+    from scipy import stats
+
+    values = [30.1, 30.7, 29.8, 31.0]
+    expected = stats.t.interval(0.95, 3, sum(values) / 4, stats.sem(values))
+    assert estimate(values).interval == pytest.approx(expected)
+    assert estimate([1.0]).interval is None
+
+
+def test_every_block_of_a_page(records) -> None:
+    assert {"effect", "verdicts", "summary", "lambda_0"} == BLOCKS.keys()
+    rows = BLOCKS["effect"](records, "cifar100-").splitlines()
+    assert len(rows) == 3
+    assert rows[2].startswith(
+        "| CIFAR-100, ResNet-32, λ₀ = 0.5 | 30.60 → 30.17: −0.44 (−0.74 to −0.13)"
+    )
+    assert (
+        BLOCKS["verdicts"](records, "cifar10-").splitlines()[2].split(" | ")[1] == "not significant"
+    )
+    text = BLOCKS["summary"](records, "")
+    significant = sum(one.difference.significant for one in comparisons(records))
+    lower = text.partition("No significant")[0]
+    assert lower.count("    * ") == significant
+    worse = text.partition("Higher NLL")[2]
+    assert "λ₀ = 2.5: ECE +3.94" in worse  # ten seeds, 3.03 → 6.97
+    (group,) = strengths(records, "digits")
+    assert list(group.sides) == [0.0, 0.25, 0.5, 1.0, 2.5, 5.0]
+    assert "no records" in BLOCKS["lambda_0"](records, "cifar")
+
+
+def test_unknown_blocks_and_missing_costs(records, tmp_path: Path) -> None:
+    from isda.experiments.errors import InputError
+
+    page = tmp_path / "page.md"
+    page.write_text("<!-- runs:cifar:efect -->\n<!-- /runs -->\n")
+    with pytest.raises(InputError, match="unknown block 'efect'; did you mean effect"):
+        update_markdown(page, records)
+    page.write_text("<!-- runs:all:cost -->\n<!-- /runs -->\n")
+    with pytest.raises(InputError, match="give them with --costs"):
+        update_markdown(page, records)
+
+
+def test_one_version_everywhere() -> None:
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert metadata["project"]["dynamic"] == ["version"]
+    assert metadata["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "isda._version.__version__"
+    }
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [isda.__version__]
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[([\d.]+)\]", changes, re.MULTILINE)
+    assert released[0] == isda.__version__
+    assert not re.search(r"^(<<<<<<<|=======|>>>>>>>)", changes, re.MULTILINE)
+
+
+def test_help_is_quick_and_narrow() -> None:
+    """It imports neither torch nor the library."""
+    code = "import sys; from isda_command import main; main(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{USAGE}\nFalse\n"
+    assert DEFAULT in USAGE
+    assert max(map(len, USAGE.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "list --results results"])
+def test_help_and_lists_fit_80_columns(command: str, monkeypatch, capsys) -> None:
+    from isda.experiments.cli import main
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(ROOT)
+    words = command.split()
+    with contextlib.suppress(SystemExit):  # after --help
+        assert main([*words, *["--help"] * (len(words) == 1)]) == 0
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert len(printed.splitlines()) > 5
+    assert max(map(len, printed.splitlines())) <= 80
