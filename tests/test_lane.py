@@ -20,12 +20,13 @@ from torch.nn import functional as F
 
 from isda import FullCovariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.networks import create_network
 from isda.experiments.networks.stochastic import Dropout
 from isda.experiments.recipes import RECIPES
 from isda.experiments.settings import Recipe, differing_fields
-from isda.experiments.training import lane as lane_module
+from isda.experiments.training import run_images
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide
 
@@ -313,9 +314,9 @@ def test_order_and_augmentation_by_seed_and_epoch(data: ImageArrays, device: tor
 
 def test_batch_sizes_keep_the_partial_batch(data: ImageArrays, device: torch.device) -> None:
     for size, expected in ((32, SIZES), (77, [77]), (100, [77]), (76, [76, 1]), (11, [11] * 7)):
-        assert list(Lane(replace(RECIPE, batch_size=size), 0, data, device).batch_sizes()) == (
-            expected
-        )
+        assert list(
+            Lane(replace(RECIPE, batch_size=size), 0, data, device).images.batch_sizes()
+        ) == (expected)
 
 
 EVERYTHING = replace(  # everything that may have state
@@ -480,15 +481,15 @@ def test_lanes_share_compiled_code(network: str, monkeypatch: pytest.MonkeyPatch
     expected = [Lane(recipe, seed, images, cpu) for seed, recipe in enumerate(recipes)]
     results = train(expected, 2)
     torch.compiler.reset()
-    lane_module._compile.cache_clear()
+    run_images.compile_once.cache_clear()
     monkeypatch.setattr(torch, "compile", counting)
     monkeypatch.setattr(Lane, "_compiled", True)
     lanes = [Lane(recipe, seed, images, cpu) for seed, recipe in enumerate(recipes)]
     assert train(lanes, 2) == results
     for one, other in zip(lanes, expected, strict=True):
         assert_same_bits(values(one), values(other))
-    assert len(graphs) == 2 * len({*lanes[0].batch_sizes()})  # batch and network
-    lane_module._compile.cache_clear()
+    assert len(graphs) == 2 * len({*lanes[0].images.batch_sizes()})  # batch and network
+    run_images.compile_once.cache_clear()
     torch.compiler.reset()
 
 
@@ -498,7 +499,7 @@ def test_evaluation_in_several_batches(
     lane = Lane(RECIPE, 0, data, device)
     (whole,) = train([lane], 1)[0]
     state = values(lane)
-    monkeypatch.setattr(lane_module, "_TEST_BATCH", 30)  # 30, 30, 30, 11
+    monkeypatch.setattr(run_images, "_TEST_BATCH", 30)  # 30, 30, 30, 11
     (parts,) = SideBySide([lane], capture=False).evaluate()
     # the same sums in a different order
     assert parts == pytest.approx(whole, rel=1e-4)
@@ -520,7 +521,7 @@ def test_cifar_recipes_differ_in_their_data_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder_images(tmp_path_factory: pytest.TempPathFactory) -> FolderImages:
+def image_files(tmp_path_factory: pytest.TempPathFactory) -> FolderImages:
     path = tmp_path_factory.mktemp("imagenet")
     for part, number in (("train", 3), ("val", 1)):
         for name in ("ant", "bee", "cow"):
@@ -531,6 +532,11 @@ def folder_images(tmp_path_factory: pytest.TempPathFactory) -> FolderImages:
     images = load_data("imagenet", root=path, image_size=33, workers=0)
     assert isinstance(images, FolderImages)
     return images
+
+
+@pytest.fixture(scope="module")
+def folder_images(image_files: FolderImages, device: torch.device) -> DecodedImages:
+    return decode_folder(image_files, device=device)
 
 
 def tiny_arrays(channels: int, size: int, device: torch.device) -> ImageArrays:
@@ -546,7 +552,7 @@ def tiny_arrays(channels: int, size: int, device: torch.device) -> ImageArrays:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("cifar100-")])
-def test_every_recipe_trains(name: str, folder_images: FolderImages, device: torch.device) -> None:
+def test_every_recipe_trains(name: str, folder_images: DecodedImages, device: torch.device) -> None:
     usual = RECIPES[name]
     folder = usual.data == "imagenet"
     recipe = replace(
@@ -565,7 +571,7 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0  # two or three steps are too few for a running average
     start = [parameter.detach().clone() for parameter in lane.parameters]
-    assert list(lane.batch_sizes()) == ([5, 4] if folder else [2, 2, 1])
+    assert list(lane.images.batch_sizes()) == ([5, 4] if folder else [2, 2, 1])
     ((results,),) = train([lane], 1)  # with a third of λ₀
     assert all(map(math.isfinite, results))
     assert int(lane.steps) == (2 if folder else 3)
@@ -656,7 +662,7 @@ class TestCaptured:
         for one, other in zip(compiled.parameters, plain.parameters, strict=True):
             torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-3)
 
-    def test_folder(self, folder_images: FolderImages, device: torch.device) -> None:
+    def test_folder(self, folder_images: DecodedImages, device: torch.device) -> None:
         recipe = replace(RECIPE, network="resnet8", batch_size=2, epochs=2)
         one, other = (Lane(recipe, 1, folder_images, device) for _ in range(2))
         assert train([one], 2, capture=True) == train([other], 2)

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from isda import ISDALoss, distributed
-from isda.experiments.data.arrays import ImageArrays
+from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError, RunError, as_input_error
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
@@ -136,9 +136,7 @@ def _begin(
 def _require_fit(lane: Lane) -> None:
     """Raise InputError if the network cannot take the images; changes nothing."""
     recipe, device = lane.recipe, lane.device
-    shape = torch.Size((3, recipe.image_size, recipe.image_size))
-    if isinstance(lane.data, ImageArrays):
-        shape = lane.data.train_images.shape[1:]
+    shape = lane.data.image_shape
     images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
     lane.network.eval()
     with torch.no_grad():
@@ -327,6 +325,8 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
     first = lanes[0].epoch
     seeds = " ".join(str(lane.seed) for lane in lanes)
     label = f"{lanes[0].recipe.data} {lanes[0].recipe.network}, seed {seeds}"
+    if isinstance(lanes[0].data, DecodedImages):
+        label += f", {lanes[0].data.place}"
     interactive = sys.stderr.isatty()
     bar = tqdm(
         range(first, until),
