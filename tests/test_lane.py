@@ -8,6 +8,9 @@ import io
 import itertools
 import math
 import os
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -22,6 +25,7 @@ from isda import FullCovariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
+from isda.experiments.errors import InputError
 from isda.experiments.networks import create_network
 from isda.experiments.networks.stochastic import Dropout
 from isda.experiments.recipes import RECIPES
@@ -662,8 +666,127 @@ class TestCaptured:
         for one, other in zip(compiled.parameters, plain.parameters, strict=True):
             torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-3)
 
-    def test_folder(self, folder_images: DecodedImages, device: torch.device) -> None:
+    @pytest.mark.parametrize("cache", ["device", "memory", "disk", "off"])
+    def test_folder(self, cache: str, image_files: FolderImages, device: torch.device) -> None:
         recipe = replace(RECIPE, network="resnet8", batch_size=2, epochs=2)
-        one, other = (Lane(recipe, 1, folder_images, device) for _ in range(2))
-        assert train([one], 2, capture=True) == train([other], 2)
+        images = decode_folder(image_files, cache=cache, device=device)
+        kept = decode_folder(image_files, cache="device", device=device)
+        lanes = [Lane(recipe, seed, images, device) for seed in (1, 2)]
+        results = train(lanes, 2, capture=True)
+        for number, lane in enumerate(lanes):
+            other = Lane(recipe, lane.seed, kept, device)
+            assert [[row[number]] for row in results] == train([other], 2)
+            assert_same_bits(values(lane), values(other))
+
+    def test_capture_while_a_loader_pins_memory(
+        self, data: ImageArrays, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The thread of a loader allocates pinned memory during the capture of every step."""
+        pinned, done = [0], threading.Event()
+        # a pinned block is used again for tensors of its size, so that every batch is larger
+        sizes = [[1024 * number] for number in range(1, 4000)]
+        loader = torch.utils.data.DataLoader(
+            _Zeros(), batch_sampler=sizes, num_workers=1, pin_memory=True
+        )
+
+        def read() -> None:
+            for batch in loader:
+                assert batch.is_pinned()
+                pinned[0] += 1
+                if done.is_set():
+                    return
+
+        step = Lane.step
+
+        def slow(lane: Lane, size: int) -> None:
+            step(lane, size)
+            if torch.cuda.is_current_stream_capturing():
+                before, began = pinned[0], time.monotonic()
+                while pinned[0] < before + 3:
+                    assert time.monotonic() - began < 30
+                    time.sleep(0.001)
+
+        monkeypatch.setattr(Lane, "step", slow)
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            one, other = (Lane(RECIPE, 1, data, device) for _ in range(2))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # would say that the step is not captured
+                captured = train([one], 2, capture=True)
+        finally:
+            done.set()
+            thread.join()
+        assert pinned[0] >= 6  # two batch sizes
+        assert captured == train([other], 2)
         assert_same_bits(values(one), values(other))
+
+    def test_a_step_that_cannot_be_captured(
+        self, data: ImageArrays, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, other = (Lane(RECIPE, 1, data, device) for _ in range(2))
+        expected = train([other], 2)
+        step = Lane.step
+
+        def synchronising(lane: Lane, size: int) -> None:
+            step(lane, size)
+            lane.total_loss.item()
+
+        monkeypatch.setattr(Lane, "step", synchronising)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert train([one], 2, capture=True) == expected
+        assert len([w for w in caught if "cannot be captured" in str(w.message)]) == 1
+        assert_same_bits(values(one), values(other))
+
+
+class _Zeros(torch.utils.data.Dataset[Tensor]):
+    """Tensors of the length that is asked for."""
+
+    def __getitem__(self, length: int) -> Tensor:
+        return torch.zeros(length)
+
+
+def test_a_failed_capture_is_one_warning(
+    data: ImageArrays, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps run without a graph, with the same numbers; out of memory is an error."""
+    calls = []
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        raise RuntimeError("operation failed due to a previous error\nmore lines")
+
+    monkeypatch.setattr(SideBySide, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(SideBySide, "_record", fail)
+    one, other = (Lane(RECIPE, 1, data, device) for _ in range(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train([one], 2, capture=True) == train([other], 2)
+    assert_same_bits(values(one), values(other))
+    assert len(calls) == 1
+    (message,) = [str(w.message) for w in caught if "captured" in str(w.message)]
+    assert message.endswith("which is slower: operation failed due to a previous error")
+
+    def exhaust(*_: object) -> None:
+        try:
+            raise torch.OutOfMemoryError("no memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error")
+
+    monkeypatch.setattr(SideBySide, "_record", exhaust)
+    with pytest.raises(RuntimeError, match="operation failed"):
+        train([Lane(RECIPE, 1, data, device)], 1, capture=True)
+
+
+def test_covariances_that_do_not_fit(device: torch.device) -> None:
+    """They would take more than 1 TiB."""
+    images = tiny_arrays(3, 8, device)
+    images = replace(images, class_names=tuple(map(str, range(1_000_000))))
+    recipe = replace(RECIPE, network="wide_resnet28_10")
+    message = (
+        "full covariances of 1000000 classes with 640 features do not fit in memory: use "
+        "--covariance diagonal or shared"
+    )
+    with pytest.raises(InputError, match=message):
+        Lane(recipe, 0, images, device)

@@ -101,6 +101,20 @@ def test_pixels_are_those_of_torchvision(image_size: int, device: torch.device) 
     assert exact > 0.7
 
 
+def test_step_crops_the_boxes(device: torch.device) -> None:
+    """On a CPU the pixels are exactly those of torchvision."""
+    images = images_of(SIZES * 3)
+    data, key = packed(images, device), counter_rng.key(7, device=device)
+    result = RandomResizedCrop(24, taps_for(longest_side(data.size), 24)).step(data, key).cpu()
+    boxes = random_boxes(data.size, counter_rng.fold(key, 0)).tolist()
+    flip = counter_rng.integers((len(images),), counter_rng.fold(key, 1), high=2).tolist()
+    assert 5 < sum(flip) < 22
+    for image, box, mirror, found in zip(images, boxes, flip, result, strict=True):
+        expected = v2.functional.resized_crop(image, *box, [24, 24], antialias=True)
+        expected = v2.functional.horizontal_flip(expected) if mirror else expected
+        assert (found.int() - expected.int()).abs().max() <= (device.type == "cuda")
+
+
 def test_more_taps_change_nothing(device: torch.device) -> None:
     data = packed(images_of(SIZES), device)
     boxes = random_boxes(data.size, counter_rng.key(2, device=device))
@@ -145,10 +159,12 @@ def test_half_are_flipped(device: torch.device) -> None:
 @pytest.mark.slow
 def test_compiles_without_graph_breaks(device: torch.device) -> None:
     data = packed(images_of(SIZES), device)
-    crop = RandomResizedCrop(16, taps_for(longest_side(data.size), 16))
+    taps = taps_for(longest_side(data.size), 16)
 
     def step(data: PackedImages, index: Tensor, key: Tensor) -> Tensor:
-        return crop.step(data.take(index), key)
+        images = data.take(index)
+        boxes = random_boxes(images.size, key)
+        return resized_crop(images, boxes, boxes[:, 0] > 2, image_size=16, taps=taps)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     index = torch.tensor([4, 1, 8, 8], device=device)

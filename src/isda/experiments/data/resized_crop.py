@@ -1,8 +1,9 @@
 """Random resized crop and flip of images of any size, batched on the device.
 
-:class:`PackedImages` holds images of different sizes without padding, one after the other. The
-functions have fixed shapes and do not synchronise, so that they can be compiled and captured. They
-equal ``RandomResizedCrop`` and ``RandomHorizontalFlip`` of torchvision on uint8 tensors.
+:class:`PackedImages` holds images of different sizes without padding, one after the other. Crops
+equal those of ``RandomResizedCrop`` and ``RandomHorizontalFlip`` of torchvision on uint8 tensors. A
+GPU crops all images at once, with fixed shapes and without synchronisation, so that the step can be
+compiled and captured. On a CPU torchvision crops one image after the other, which is faster there.
 """
 
 import math
@@ -72,6 +73,8 @@ class RandomResizedCrop:
         """
         boxes = random_boxes(images.size, fold(key, 0), start=start)
         flip = integers((len(images.size),), fold(key, 1), high=2, start=start) == 1
+        if boxes.device.type == "cpu":
+            return _resized_crop_one_by_one(images, boxes, flip, image_size=self.image_size)
         return resized_crop(images, boxes, flip, image_size=self.image_size, taps=self.taps)
 
 
@@ -166,6 +169,22 @@ def longest_side(size: Tensor) -> int:
     """Longest side that a box of :func:`random_boxes` can have in images of these sizes."""
     short, long = size.min(1).values, size.max(1).values
     return int(torch.minimum(long, (short * _RATIO[1] + 2).long()).max())
+
+
+def _resized_crop_one_by_one(
+    images: PackedImages, boxes: Tensor, flip: Tensor, *, image_size: int
+) -> Tensor:
+    """:func:`resized_crop` by torchvision, for a CPU."""
+    from torchvision.transforms.v2 import functional  # slow to import
+
+    result = torch.empty(len(boxes), image_size, image_size, 3, dtype=torch.uint8)
+    rows = torch.cat((images.offset[:, None], images.size, boxes, flip[:, None]), 1).tolist()
+    for place, (offset, height, width, top, left, box_height, box_width, mirror) in enumerate(rows):
+        image = images.pixels[offset : offset + height * width].view(height, width, 3)
+        box = image[top : top + box_height, left : left + box_width].permute(2, 0, 1)
+        crop = functional.resize(box, [image_size, image_size], antialias=True)
+        result[place] = (crop.flip(2) if mirror else crop).permute(1, 2, 0)
+    return result.permute(0, 3, 1, 2)
 
 
 def _window(place: Tensor, side: Tensor, image_size: int, taps: int) -> tuple[Tensor, Tensor]:
