@@ -2,8 +2,11 @@
 
 import gc
 import io
+import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -552,3 +555,36 @@ def test_no_images_for_this_rank(photos: Path) -> None:
     data = decoded(photos, "off")
     assert isinstance(data.test_images, ImageFiles)
     assert data.test_images[3:3].shape == (0, 3, SIZE, SIZE)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(photos: Path, tmp_path: Path) -> None:
+    """Killed without a cache and resumed with one, a run ends with the same numbers."""
+    command = [sys.executable, "-m", "isda.experiments.cli", "train", "--network", "resnet8"]
+    command += ["--data", f"imagefolder:{photos}", "--image-size", "16", "--batch-size", "5"]
+    command += ["--epochs", "40", "--device", "cpu", "--checkpoint-seconds", "0"]
+
+    def metrics(out: Path) -> list[dict[str, float]]:
+        times = ("seconds", "images_per_second", "check")  # the checksum includes the times
+        lines = [line for path in out.glob("*/0/metrics.jsonl") for line in path.open()]
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [{key: row[key] for key in row if key not in times} for row in rows]
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    with subprocess.Popen(
+        [*command, "--out", killed, "--cache", "off"], stderr=subprocess.DEVNULL
+    ) as process:
+        began = time.monotonic()
+        while len(metrics(killed)) < 3:
+            assert time.monotonic() - began < 120
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    assert 3 <= len(metrics(killed)) < 40
+    for flags in (
+        ["--out", killed, "--cache", "disk", "--resume"],
+        ["--out", whole, "--cache", "memory"],
+    ):
+        subprocess.run([*command, *flags], check=True, capture_output=True)
+    assert len(metrics(whole)) == 40
+    assert metrics(killed) == metrics(whole)

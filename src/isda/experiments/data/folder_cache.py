@@ -120,7 +120,7 @@ _PLACES = {
     "device": "on the device",
     "memory": "in memory",
     "disk": "on disk",
-    "off": "per epoch to decode",
+    "off": "decoded in every epoch",
 }
 
 
