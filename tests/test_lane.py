@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +26,15 @@ from isda import FullCovariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, RunError
 from isda.experiments.networks import create_network
 from isda.experiments.networks.stochastic import Dropout
 from isda.experiments.recipes import RECIPES
-from isda.experiments.settings import Recipe, differing_fields
+from isda.experiments.settings import Options, Recipe, differing_fields
 from isda.experiments.training import run_images
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.loop import Plan
+from isda.experiments.training.loop import train as train_plans
 from isda.experiments.training.side_by_side import SideBySide
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
@@ -790,3 +793,16 @@ def test_covariances_that_do_not_fit(device: torch.device) -> None:
     )
     with pytest.raises(InputError, match=message):
         Lane(recipe, 0, images, device)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_a_step_that_runs_out_of_memory(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(Lane, "step", fail)
+    options = Options(out=tmp_path, device="cpu")
+    with pytest.raises(RunError, match="epoch 1: out of memory: use a smaller --batch-size"):
+        train_plans([Plan("digits", RECIPE, 0)], options, progress=False)

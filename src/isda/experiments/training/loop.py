@@ -25,6 +25,7 @@ from isda.experiments.training.deadline import Deadline, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.memory import out_of_memory
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.side_by_side import SideBySide
@@ -230,6 +231,11 @@ def _train_side_by_side(
             raise
         except ValueError as error:  # a CPU, where lanes train alone, raises at once
             raise _stopped(lanes[0], runs[0], str(error)) from error
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            advice = "out of memory: use a smaller --batch-size or --side-by-side"
+            raise _stopped(lanes[0], runs[0], advice) from error
         results = runner.evaluate()
         seconds = (time.perf_counter() - began) / len(lanes)
         for lane, run, result in zip(lanes, runs, results, strict=True):

@@ -31,7 +31,7 @@ from isda.experiments.settings import Recipe
 __all__ = ["RunImages", "compile_once"]
 
 _ORDER, _AUGMENT, _NETWORK = range(1, 4)  # key parts, one per use of random numbers
-_TEST_BATCH = 1000
+_TEST_BATCH = 1000  # of small images
 
 
 class RunImages:
@@ -141,7 +141,9 @@ class RunImages:
     def test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Test images of this rank and their target; at least one batch, which may be empty."""
         data = self.data
-        size = _TEST_BATCH if isinstance(data, ImageArrays) else 2 * self.recipe.batch_size
+        size = _TEST_BATCH
+        if data.image_shape[-1] > 64:  # no more memory than a training step
+            size = min(size, 2 * self.recipe.batch_size)
         mine = rank_slice(len(data.test_target), rank=self.rank, world=self.world)
         for first in range(mine.start, max(mine.stop, mine.start + 1), size):
             part = slice(first, min(first + size, mine.stop))
