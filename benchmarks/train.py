@@ -136,7 +136,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     start_up = time.perf_counter() - began
     seconds = min(timed(runner, device) for _ in range(arguments.epochs))
     if arguments.profile:
-        steps = len(list(lanes[0].batch_sizes()))
+        steps = len(list(lanes[0].images.batch_sizes()))
         print(kernel_times("training step", runner.train_epoch, steps * number))
         print(kernel_times("evaluation", runner.evaluate, number))
     per_second = number * images / seconds

@@ -1,10 +1,8 @@
 """Data sets: splits, files on disk, and errors for invalid files."""
 
 import hashlib
-import multiprocessing
 import pickle
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ import torch
 import torchvision
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms import v2
 
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import (
@@ -25,7 +22,7 @@ from isda.experiments.data.arrays import (
     split,
     steps_per_epoch,
 )
-from isda.experiments.data.folders import FolderImages, _to_rgb
+from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 
 SIZE = 16
@@ -341,106 +338,6 @@ def test_folder_hold_out(photos: Path) -> None:
         (held.test_files, held.test_target),
     ):
         assert [Path(f).parent.name for f in files] == [data.class_names[c] for c in target]
-    assert len(next(held.test_batches(100))[1]) == 7
-
-
-def epoch_of(data: FolderImages, **options: int) -> list[tuple[Tensor, Tensor]]:
-    return list(data.train_batches(**({"batch_size": 5, "seed": 3, "epoch": 1} | options)))
-
-
-def assert_same(first: list[tuple[Tensor, Tensor]], second: list[tuple[Tensor, Tensor]]) -> None:
-    assert len(first) == len(second)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a[0], b[0])
-        assert torch.equal(a[1], b[1])
-
-
-def test_test_batches_equal_the_usual_pipeline(photos: Path) -> None:
-    data = folder_of(photos)
-    batches = list(data.test_batches(4))
-    assert [len(target) for _, target in batches] == [4, 3]
-    images = torch.cat([images for images, _ in batches])
-    assert torch.equal(torch.cat([target for _, target in batches]), data.test_target)
-    for file, image in zip(data.test_files, images, strict=True):
-        with Image.open(file) as opened:
-            small = v2.functional.resize(opened.convert("RGB"), [18])  # 16 · 256 / 224
-        crop = np.asarray(v2.functional.center_crop(small, [SIZE, SIZE])).transpose(2, 0, 1) / 255
-        mean, std = np.array(data.mean)[:, None, None], np.array(data.std)[:, None, None]
-        np.testing.assert_allclose(image, (crop - mean) / std, rtol=1e-5, atol=1e-6)  # float32
-
-
-def test_train_batches(photos: Path) -> None:
-    data = folder_of(photos)
-    state = torch.get_rng_state()
-    batches = epoch_of(data)
-    assert torch.equal(torch.get_rng_state(), state)  # the caller's generator is not touched
-    assert [len(target) for _, target in batches] == [5, 5, 5, 5, 1]
-    for images, target in batches:
-        assert images.shape == (len(target), 3, SIZE, SIZE)
-        assert images.dtype == torch.float32
-    target = torch.cat([target for _, target in batches])
-    assert target.bincount().tolist() == [9, 6, 6]  # each image once
-    assert not torch.equal(target, data.train_target)
-    torch.manual_seed(99)
-    assert_same(epoch_of(data), batches)
-    for other in (epoch_of(data, epoch=2), epoch_of(data, seed=4)):
-        assert not torch.equal(other[0][0], batches[0][0])
-        assert not torch.equal(torch.cat([t for _, t in other]), target)
-
-
-def test_crops_do_not_depend_on_the_order(photos: Path) -> None:
-    # crops do not depend on the batch: images one by one equal a batch of all
-    data = folder_of(photos)
-    one = torch.cat([images for images, _ in epoch_of(data, batch_size=1)])
-    whole = epoch_of(data, batch_size=21)[0][0]
-    assert torch.equal(one, whole)
-    # copies of one file have different crops and flips
-    alone = FolderImages(
-        "copies",
-        data.train_files[:1] * 8,
-        torch.zeros(8, dtype=torch.int64),
-        (),
-        torch.zeros(0),
-        ("a",),
-        SIZE,
-    )
-    images = epoch_of(alone, batch_size=8)[0][0]
-    assert len({image.numpy().tobytes() for image in images}) == 8
-
-
-def test_workers_and_ranks_change_nothing(photos: Path) -> None:
-    strangers = multiprocessing.active_children()
-    whole = epoch_of(folder_of(photos))
-    data = folder_of(photos, workers=2)
-    assert_same(epoch_of(data), whole)
-    early = data.train_batches(batch_size=5, seed=3, epoch=1)
-    next(early)
-    early.close()  # stopped in the middle: prefetched batches do not appear later
-    assert_same(epoch_of(data), whole)
-    side_by_side = zip(
-        data.train_batches(batch_size=5, seed=3, epoch=1),
-        data.train_batches(batch_size=5, seed=3, epoch=1),
-        strict=True,
-    )
-    for (first, second), expected in zip(side_by_side, whole, strict=True):
-        assert_same([first, second], [expected, expected])
-    ranks = [epoch_of(data, rank=rank, world=3) for rank in range(3)]
-    joined = [
-        tuple(torch.cat(parts) for parts in zip(*b, strict=True)) for b in zip(*ranks, strict=True)
-    ]
-    assert_same(joined, whole)
-    assert [len(target) for _, target in ranks[0]] == [1, 1, 1, 1, 0]  # no images for this rank
-    tests = [list(data.test_batches(4, rank=rank, world=2)) for rank in range(2)]
-    joined = [
-        tuple(torch.cat(parts) for parts in zip(*b, strict=True)) for b in zip(*tests, strict=True)
-    ]
-    assert_same(joined, list(data.test_batches(4)))
-    workers = [child for child in multiprocessing.active_children() if child not in strangers]
-    assert len(workers) == 4  # one loader per concurrent iterator, reused otherwise
-    begin = time.monotonic()
-    del data, early, side_by_side
-    assert not any(worker.is_alive() for worker in workers)
-    assert time.monotonic() - begin < 5  # asked to stop, without waiting
 
 
 def test_wrong_folders(tmp_path: Path) -> None:
@@ -458,7 +355,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
     assert message_of(spec) == f"{tmp_path} has classes without images: dog"
     make_images(tmp_path, {"owl": 1, "rat": 1})
     (tmp_path / "dog" / "notes.txt").rename(tmp_path / "dog" / "0.jpg")
-    assert "1 of 6 images" in message_of(spec)
+    assert folder_of(tmp_path).num_classes == 4  # no image, which is found when it is decoded
     assert "must have train/ and val/" in message_of("imagenet", root=tmp_path)
 
 
@@ -489,24 +386,58 @@ def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
     assert message_of(f"imagefolder:{tmp_path}") == message
 
 
-def test_images_of_more_than_8_bits(tmp_path: Path) -> None:
-    """16-bit images are scaled, not clipped; images of unknown range are refused."""
-    make_images(tmp_path, {"a": 3, "b": 3})
-    values = np.random.default_rng(0).integers(0, 2**16, (24, 24), dtype=np.uint16)
-    file = tmp_path / "a" / "deep.png"
-    Image.fromarray(values).save(file)
-    image = _to_rgb(Image.open(file))
-    assert image.mode == "RGB"
-    assert np.array_equal(np.asarray(image), np.repeat(values[..., None] // 256, 3, axis=2))
-    assert len(folder_of(tmp_path).train_files) == 6
-    assert not np.asarray(_to_rgb(Image.fromarray(0 * values))).any()  # black
-    wrong = (values.astype(np.float32), values.astype(np.int32) * 2, values // 256)
-    for number, pixels in enumerate(wrong):
-        Image.fromarray(pixels).save(tmp_path / "b" / f"wrong{number}.tif")
-    message = message_of(f"imagefolder:{tmp_path}")
-    assert "3 of 10 images" in message
-    for number in range(3):
-        assert f"b/wrong{number}.tif" in message
+def test_names_that_are_hard_to_show(tmp_path: Path) -> None:
+    """Any name is a class; in a message it is one line."""
+    names = {'<b title="cat">': 5, "two\nlines": 5, "été ☃": 5, "back\\slash": 5}
+    make_images(tmp_path, names)
+    assert folder_of(tmp_path).class_names == tuple(sorted(names))
+    (tmp_path / "no\nimages").mkdir()
+    assert message_of(f"imagefolder:{tmp_path}").endswith("without images: no\\nimages")
+    assert message_of(f"imagefolder:{tmp_path}/a\nb").endswith("a\\nb does not exist")
+
+
+def test_links(tmp_path: Path) -> None:
+    """Links to files and folders are followed, except to folders that contain the link."""
+    photos = tmp_path / "photos"
+    make_images(photos, {"cat": 5, "dog": 5})
+    make_images(tmp_path, {"more": 5})
+    for place, target in (
+        (photos / "all", photos),  # not a class
+        (photos / "itself", photos / "itself"),
+        (photos / "cat" / "again", photos / "cat"),
+        (photos / "cat" / "above", photos),
+        (photos / "dog" / "root", Path("/")),
+        (photos / "dog" / "more", tmp_path / "more"),
+        (photos / "dog" / "one.png", photos / "cat" / "1.png"),
+    ):
+        place.symlink_to(target)
+    data = folder_of(photos)
+    assert data.class_names == ("cat", "dog")
+    files = [Path(file).relative_to(photos) for file in data.train_files + data.test_files]
+    assert len(files) == len(set(files)) == 16
+    assert sum(file.parts[:2] == ("dog", "more") for file in files) == 5
+    (photos / "cat" / "loop.png").symlink_to(photos / "cat" / "loop.png")
+    assert len(folder_of(photos).train_files + folder_of(photos).test_files) == 17  # unreadable
+
+
+def test_a_class_of_one_image(tmp_path: Path) -> None:
+    make_images(tmp_path, {"cat": 12, "dog": 12, "emu": 1})
+    data = folder_of(tmp_path)
+    assert data.train_target.bincount().tolist() == [9, 10, 1]  # which class has 9 is random
+    assert data.test_target.bincount(minlength=3).tolist() == [3, 2, 0]
+
+
+def test_many_classes(tmp_path: Path) -> None:
+    """Time is proportional to the number of classes: this takes a minute if it is quadratic."""
+    make_images(tmp_path, {"one": 1})
+    for part in ("train", "val"):
+        for number in range(10_000):
+            folder = tmp_path / part / f"{number:05}"
+            folder.mkdir(parents=True)
+            (folder / "0.jpg").hardlink_to(tmp_path / "one" / "0.jpg")
+    data = folder_of(tmp_path)
+    assert data.num_classes == 10_000
+    assert data.train_target.tolist() == data.test_target.tolist() == list(range(10_000))
 
 
 def test_too_few_images_to_split(tmp_path: Path) -> None:
@@ -524,46 +455,6 @@ def test_wrong_test_part(photos: Path) -> None:
     assert message_of("imagenet", root=photos) == f"{photos}/val has no images"
     assert "image_size must be >= 1, got 0" in message_of(spec, image_size=0)
     assert "workers must be >= 0, got -1" in message_of(spec, workers=-1)
-
-
-def test_unreadable_images(photos: Path) -> None:
-    jpeg = (photos / "train" / "cat" / "0.jpg").read_bytes()
-    (photos / "train" / "cat" / "0.jpg").write_bytes(jpeg[: len(jpeg) // 2])
-    (photos / "train" / "dog" / "1.png").write_bytes(b"no image")
-    (photos / "val" / "dog" / "3.png").write_bytes(b"")
-    message = message_of(f"imagefolder:{photos}")
-    assert "3 of 28 images" in message
-    assert "--skip-unreadable" in message
-    for file in ("train/cat/0.jpg", "train/dog/1.png", "val/dog/3.png"):
-        assert str(photos / file) in message
-    with pytest.warns(UserWarning, match=r"skipped 3 of 28 images .*val/dog/3.png"):
-        data = folder_of(photos, skip_unreadable=True)
-    assert (len(data.train_files), len(data.test_files)) == (19, 6)
-    assert len(data.train_target) == 19
-    for i in range(6):
-        (photos / "train" / "owl" / f"{i}.{'png' if i % 2 else 'jpg'}").write_bytes(b"")
-    message = message_of(f"imagefolder:{photos}")
-    assert "9 of 28 images" in message
-    assert message.endswith("and 4 more")
-    with pytest.warns(UserWarning, match="skipped 9 of 28 images"):
-        message = message_of(f"imagefolder:{photos}", skip_unreadable=True)
-    assert message == f"{photos}/train has classes without images: owl"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_image_that_fails_while_training(workers: int, photos: Path) -> None:
-    data = load_data("imagenet", root=photos, image_size=SIZE, workers=workers)
-    assert isinstance(data, FolderImages)
-    broken = photos / "train" / "owl" / "1.png"
-    broken.write_bytes(b"no image")
-    with pytest.raises(InputError) as caught:
-        epoch_of(data)
-    assert str(caught.value).startswith(f"{broken} cannot be read: ")
-    assert "\n" not in str(caught.value)
-    if not workers:
-        with pytest.warns(UserWarning, match="skipped 1 of 28 images"):
-            found = load_data("imagenet", root=photos, skip_unreadable=True)
-        assert len(found.train_files) == 20
 
 
 @pytest.mark.parametrize("rest", [False, True])

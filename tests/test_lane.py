@@ -8,6 +8,9 @@ import io
 import itertools
 import math
 import os
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,12 +23,14 @@ from torch.nn import functional as F
 
 from isda import FullCovariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
+from isda.experiments.errors import InputError
 from isda.experiments.networks import create_network
 from isda.experiments.networks.stochastic import Dropout
 from isda.experiments.recipes import RECIPES
 from isda.experiments.settings import Recipe, differing_fields
-from isda.experiments.training import lane as lane_module
+from isda.experiments.training import run_images
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide
 
@@ -313,9 +318,9 @@ def test_order_and_augmentation_by_seed_and_epoch(data: ImageArrays, device: tor
 
 def test_batch_sizes_keep_the_partial_batch(data: ImageArrays, device: torch.device) -> None:
     for size, expected in ((32, SIZES), (77, [77]), (100, [77]), (76, [76, 1]), (11, [11] * 7)):
-        assert list(Lane(replace(RECIPE, batch_size=size), 0, data, device).batch_sizes()) == (
-            expected
-        )
+        assert list(
+            Lane(replace(RECIPE, batch_size=size), 0, data, device).images.batch_sizes()
+        ) == (expected)
 
 
 EVERYTHING = replace(  # everything that may have state
@@ -480,7 +485,7 @@ def test_lanes_share_compiled_code(network: str, monkeypatch: pytest.MonkeyPatch
     expected = [Lane(recipe, seed, images, cpu) for seed, recipe in enumerate(recipes)]
     results = train(expected, 2)
     torch.compiler.reset()
-    lane_module._compile.cache_clear()
+    run_images.compile_once.cache_clear()
     monkeypatch.setattr(torch, "compile", counting)
     monkeypatch.setattr(Lane, "_compiled", True)
     lanes = [Lane(recipe, seed, images, cpu) for seed, recipe in enumerate(recipes)]
@@ -488,7 +493,7 @@ def test_lanes_share_compiled_code(network: str, monkeypatch: pytest.MonkeyPatch
     for one, other in zip(lanes, expected, strict=True):
         assert_same_bits(values(one), values(other))
     assert sorted(graphs) == ["batch", "batch", "network"]  # batches of three and two images
-    lane_module._compile.cache_clear()
+    run_images.compile_once.cache_clear()
     torch.compiler.reset()
 
 
@@ -498,7 +503,7 @@ def test_evaluation_in_several_batches(
     lane = Lane(RECIPE, 0, data, device)
     (whole,) = train([lane], 1)[0]
     state = values(lane)
-    monkeypatch.setattr(lane_module, "_TEST_BATCH", 30)  # 30, 30, 30, 11
+    monkeypatch.setattr(run_images, "_TEST_BATCH", 30)  # 30, 30, 30, 11
     (parts,) = SideBySide([lane], capture=False).evaluate()
     # the same sums in a different order
     assert parts == pytest.approx(whole, rel=1e-4)
@@ -520,7 +525,7 @@ def test_cifar_recipes_differ_in_their_data_alone() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder_images(tmp_path_factory: pytest.TempPathFactory) -> FolderImages:
+def image_files(tmp_path_factory: pytest.TempPathFactory) -> FolderImages:
     path = tmp_path_factory.mktemp("imagenet")
     for part, number in (("train", 3), ("val", 1)):
         for name in ("ant", "bee", "cow"):
@@ -531,6 +536,11 @@ def folder_images(tmp_path_factory: pytest.TempPathFactory) -> FolderImages:
     images = load_data("imagenet", root=path, image_size=33, workers=0)
     assert isinstance(images, FolderImages)
     return images
+
+
+@pytest.fixture(scope="module")
+def folder_images(image_files: FolderImages, device: torch.device) -> DecodedImages:
+    return decode_folder(image_files, device=device)
 
 
 def tiny_arrays(channels: int, size: int, device: torch.device) -> ImageArrays:
@@ -546,7 +556,7 @@ def tiny_arrays(channels: int, size: int, device: torch.device) -> ImageArrays:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("cifar100-")])
-def test_every_recipe_trains(name: str, folder_images: FolderImages, device: torch.device) -> None:
+def test_every_recipe_trains(name: str, folder_images: DecodedImages, device: torch.device) -> None:
     usual = RECIPES[name]
     folder = usual.data == "imagenet"
     recipe = replace(
@@ -565,7 +575,7 @@ def test_every_recipe_trains(name: str, folder_images: FolderImages, device: tor
         if isinstance(module, nn.BatchNorm2d):
             module.momentum = 1.0  # two or three steps are too few for a running average
     start = [parameter.detach().clone() for parameter in lane.parameters]
-    assert list(lane.batch_sizes()) == ([5, 4] if folder else [2, 2, 1])
+    assert list(lane.images.batch_sizes()) == ([5, 4] if folder else [2, 2, 1])
     ((results,),) = train([lane], 1)  # with a third of λ₀
     assert all(map(math.isfinite, results))
     assert int(lane.steps) == (2 if folder else 3)
@@ -656,8 +666,127 @@ class TestCaptured:
         for one, other in zip(compiled.parameters, plain.parameters, strict=True):
             torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-3)
 
-    def test_folder(self, folder_images: FolderImages, device: torch.device) -> None:
+    @pytest.mark.parametrize("cache", ["device", "memory", "disk", "off"])
+    def test_folder(self, cache: str, image_files: FolderImages, device: torch.device) -> None:
         recipe = replace(RECIPE, network="resnet8", batch_size=2, epochs=2)
-        one, other = (Lane(recipe, 1, folder_images, device) for _ in range(2))
-        assert train([one], 2, capture=True) == train([other], 2)
+        images = decode_folder(image_files, cache=cache, device=device)
+        kept = decode_folder(image_files, cache="device", device=device)
+        lanes = [Lane(recipe, seed, images, device) for seed in (1, 2)]
+        results = train(lanes, 2, capture=True)
+        for number, lane in enumerate(lanes):
+            other = Lane(recipe, lane.seed, kept, device)
+            assert [[row[number]] for row in results] == train([other], 2)
+            assert_same_bits(values(lane), values(other))
+
+    def test_capture_while_a_loader_pins_memory(
+        self, data: ImageArrays, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The thread of a loader allocates pinned memory during the capture of every step."""
+        pinned, done = [0], threading.Event()
+        # a pinned block is used again for tensors of its size, so that every batch is larger
+        sizes = [[1024 * number] for number in range(1, 4000)]
+        loader = torch.utils.data.DataLoader(
+            _Zeros(), batch_sampler=sizes, num_workers=1, pin_memory=True
+        )
+
+        def read() -> None:
+            for batch in loader:
+                assert batch.is_pinned()
+                pinned[0] += 1
+                if done.is_set():
+                    return
+
+        step = Lane.step
+
+        def slow(lane: Lane, size: int) -> None:
+            step(lane, size)
+            if torch.cuda.is_current_stream_capturing():
+                before, began = pinned[0], time.monotonic()
+                while pinned[0] < before + 3:
+                    assert time.monotonic() - began < 30
+                    time.sleep(0.001)
+
+        monkeypatch.setattr(Lane, "step", slow)
+        thread = threading.Thread(target=read)
+        thread.start()
+        try:
+            one, other = (Lane(RECIPE, 1, data, device) for _ in range(2))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # would say that the step is not captured
+                captured = train([one], 2, capture=True)
+        finally:
+            done.set()
+            thread.join()
+        assert pinned[0] >= 6  # two batch sizes
+        assert captured == train([other], 2)
         assert_same_bits(values(one), values(other))
+
+    def test_a_step_that_cannot_be_captured(
+        self, data: ImageArrays, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        one, other = (Lane(RECIPE, 1, data, device) for _ in range(2))
+        expected = train([other], 2)
+        step = Lane.step
+
+        def synchronising(lane: Lane, size: int) -> None:
+            step(lane, size)
+            lane.total_loss.item()
+
+        monkeypatch.setattr(Lane, "step", synchronising)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert train([one], 2, capture=True) == expected
+        assert len([w for w in caught if "cannot be captured" in str(w.message)]) == 1
+        assert_same_bits(values(one), values(other))
+
+
+class _Zeros(torch.utils.data.Dataset[Tensor]):
+    """Tensors of the length that is asked for."""
+
+    def __getitem__(self, length: int) -> Tensor:
+        return torch.zeros(length)
+
+
+def test_a_failed_capture_is_one_warning(
+    data: ImageArrays, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps run without a graph, with the same numbers; out of memory is an error."""
+    calls = []
+
+    def fail(*_: object) -> None:
+        calls.append(1)
+        raise RuntimeError("operation failed due to a previous error\nmore lines")
+
+    monkeypatch.setattr(SideBySide, "_warm_up", lambda *_: None)
+    monkeypatch.setattr(SideBySide, "_record", fail)
+    one, other = (Lane(RECIPE, 1, data, device) for _ in range(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train([one], 2, capture=True) == train([other], 2)
+    assert_same_bits(values(one), values(other))
+    assert len(calls) == 1
+    (message,) = [str(w.message) for w in caught if "captured" in str(w.message)]
+    assert message.endswith("which is slower: operation failed due to a previous error")
+
+    def exhaust(*_: object) -> None:
+        try:
+            raise torch.OutOfMemoryError("no memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error")
+
+    monkeypatch.setattr(SideBySide, "_record", exhaust)
+    with pytest.raises(RuntimeError, match="operation failed"):
+        train([Lane(RECIPE, 1, data, device)], 1, capture=True)
+
+
+def test_covariances_that_do_not_fit(device: torch.device) -> None:
+    """They would take more than 1 TiB."""
+    images = tiny_arrays(3, 8, device)
+    images = replace(images, class_names=tuple(map(str, range(1_000_000))))
+    recipe = replace(RECIPE, network="wide_resnet28_10")
+    message = (
+        "full covariances of 1000000 classes with 640 features do not fit in memory: use "
+        "--covariance diagonal or shared"
+    )
+    with pytest.raises(InputError, match=message):
+        Lane(recipe, 0, images, device)

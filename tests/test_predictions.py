@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from test_report import CE, ISDA, make_run
 
 from isda.experiments.cli import main
 from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.data.folder_cache import decode_folder
 from isda.experiments.data.folders import load_folder
 from isda.experiments.errors import InputError
 from isda.experiments.predictions import Predictions, load_predictions, save_predictions
@@ -34,7 +34,8 @@ from isda.experiments.report.pages import write_comparison_page
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.metrics import classified
-from isda.experiments.training.predicted_images import _order_of_ranks, thumbnails
+from isda.experiments.training.predicted_images import thumbnails
+from isda.experiments.training.run_images import RunImages
 
 RECIPE = Recipe(
     data="digits", network="resnet8", epochs=2, batch_size=128, learning_rate=0.05,
@@ -150,7 +151,7 @@ def test_resumed_runs_have_the_same_predictions(run: Run, tmp_path: Path) -> Non
 
 
 def test_order_of_two_ranks(tmp_path: Path) -> None:
-    """Every rank reads a part of each batch; together they are the test images in order."""
+    """The parts of the ranks, one after the other, are the test images in order."""
     for name in ("a", "b"):
         (tmp_path / "train" / name).mkdir(parents=True)
         (tmp_path / "val" / name).mkdir(parents=True)
@@ -158,11 +159,13 @@ def test_order_of_two_ranks(tmp_path: Path) -> None:
         for number in range(6 if name == "a" else 5):
             value = 20 * (number + (6 if name == "b" else 0))
             Image.new("RGB", (4, 4), (value,) * 3).save(tmp_path / "val" / name / f"{number}.png")
-    data = load_folder(tmp_path, name="", image_size=4)
-    lane = SimpleNamespace(data=data, recipe=SimpleNamespace(batch_size=2), world=2)
-    read = [images[:, 0, 0, 0] for rank in range(2)
-            for images, _ in data.test_batches(4, rank=rank, world=2)]  # fmt: skip
-    brightness = torch.cat(read)[torch.argsort(_order_of_ranks(lane))]
+    cpu = torch.device("cpu")
+    data = decode_folder(load_folder(tmp_path, name="", image_size=4), cache="memory", device=cpu)
+    recipe = replace(RECIPE, batch_size=2, augment=())
+    parts = [RunImages(recipe, 0, data, cpu, rank=rank, world=2, compiled=False)
+             for rank in range(2)]  # fmt: skip
+    read = [images[:, 0, 0, 0] for part in parts for images, _ in part.test_batches()]
+    brightness = torch.cat(read)
     assert (brightness.diff() > 0).all()
     assert len(brightness) == 11
 

@@ -259,7 +259,12 @@ class Options:
     """Skip image files that cannot be decoded."""
 
     workers: int | None = None
-    """Processes that decode image files; None: one per CPU core, at most 16."""
+    """Threads that decode image files; None: one per CPU core, at most 16."""
+
+    cache: Literal["auto", "device", "memory", "disk", "off"] = "auto"
+    """Where to keep decoded image files: on the device, in memory, or on disk in a file in their
+    folder, for later commands, too; off: decode them in every epoch. auto: the first of these that
+    has room for twice as many bytes."""
 
     side_by_side: int = 0
     """Runs to train at the same time on a GPU; 0 chooses 1 to 6 by the size of the network."""
@@ -308,6 +313,7 @@ class Options:
         _require(self.processes >= 1, "processes", self.processes, ">= 1")
         limit = self.minutes
         _require(limit is None or 0 < limit < math.inf, "minutes", limit, "> 0")
+        _require(self.cache in _CACHES, "cache", self.cache, f"one of {', '.join(_CACHES)}")
         _require(self.workers is None or self.workers >= 0, "workers", self.workers, ">= 0")
 
 
@@ -332,6 +338,7 @@ def _require(holds: bool, field: str, value: object, expectation: str) -> None:
         raise InputError(f"{field} must be {expectation}, got {value!r}")
 
 
+_CACHES = get_args(get_type_hints(Options)["cache"])
 _CHOICES = {
     field: get_args(kind)
     for field, kind in get_type_hints(Recipe).items()

@@ -1,7 +1,7 @@
 """Data sets (Section 4.1): digits and CIFAR as arrays on the device, or folders of images."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +64,11 @@ class ImageArrays:
     def num_classes(self) -> int:
         """Number of classes C."""
         return len(self.class_names)
+
+    @property
+    def image_shape(self) -> torch.Size:
+        """Shape (C, H, W) of an image."""
+        return self.train_images.shape[1:]
 
     def to(self, device: torch.device | str) -> "ImageArrays":
         """Copy of the data set on another device."""
@@ -130,7 +135,7 @@ def load_data(
     *,
     root: str | Path | None = None,
     download: bool = False,
-    skip_unreadable: bool = False,
+    skip: Collection[str] = (),
     image_size: int = 224,
     workers: int | None = None,
 ) -> "ImageArrays | FolderImages":
@@ -150,9 +155,9 @@ def load_data(
         spec: one of ``DATA``.
         root: folder of CIFAR (default ``data``) or ImageNet.
         download: download CIFAR to ``root`` with torchvision if it is missing.
-        skip_unreadable: skip files that cannot be decoded instead of raising an error.
+        skip: image files to leave out.
         image_size: side of the crops of image files.
-        workers: processes that decode image files; by default one per CPU core, at most 16.
+        workers: threads that decode image files; by default one per CPU core, at most 16.
     """
     kind, _, path = spec.partition(":")
     if kind == "digits" and not path:
@@ -173,9 +178,7 @@ def load_data(
         name=spec,
         image_size=image_size,
         workers=_processors() if workers is None else workers,
-        skip_unreadable=skip_unreadable,
-        # checking the 1.3 million files of ImageNet takes as long as an epoch
-        check=kind == "imagefolder" or skip_unreadable,
+        skip=skip,
     )
 
 

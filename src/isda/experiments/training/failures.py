@@ -13,13 +13,12 @@ import torch
 from isda import distributed
 from isda.experiments.errors import InputError, RunError, RunsFailed, StoppedElsewhere
 from isda.experiments.records import Run
+from isda.experiments.training.memory import is_out_of_memory
 
 __all__ = [
     "Failures",
     "finished_first",
     "free_memory",
-    "is_explained",
-    "is_out_of_memory",
     "reason_of",
     "together",
 ]
@@ -88,31 +87,12 @@ def together() -> Iterator[None]:
         raise StoppedElsewhere(fatal=problem == 2) from failure
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory, on a GPU or on the host."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError)
-        and any(words in text for words in ("out of memory", "can't allocate memory"))
-    )
-
-
-def is_explained(error: BaseException) -> bool:
-    """Whether the cause of an error is known, so that one line says enough."""
-    return is_out_of_memory(error) or _LOADER in str(error)
-
-
 def reason_of(error: Exception, *, side_by_side: int = 1) -> str:
     """Why a run failed, in one line; prints the traceback of an error that is not expected."""
     if is_out_of_memory(error):
         if side_by_side > 1:
             return f"out of memory: use --side-by-side {side_by_side // 2}"
         return "out of memory: use a smaller --batch-size, or --precision bf16"
-    if _LOADER in str(error):
-        return (
-            "a process that reads images was killed, perhaps for lack of memory: use fewer "
-            "--workers; --resume continues from the last checkpoint"
-        )
     traceback.print_exception(error, file=sys.stderr)
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
@@ -123,9 +103,6 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-_LOADER = "DataLoader worker"  # how torch's message begins if one of them is killed
 
 
 def _is_fatal(error: InputError) -> bool:

@@ -1,12 +1,15 @@
 """Which runs train side by side, and on which images."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from isda import distributed
 from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.data.decoding import ImageFiles, UnreadableFiles, few, one_line
+from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.settings import Options, Recipe
@@ -26,13 +29,11 @@ class Plan:
 
 def groups(
     plans: Sequence[Plan], waiting: list[int], options: Options, device: torch.device
-) -> Iterator[tuple[list[int], ImageArrays | FolderImages]]:
+) -> Iterator[tuple[list[int], ImageArrays | DecodedImages]]:
     """Indices of the plans that train side by side, with their data; one data set at a time."""
     while waiting:
         first = plans[waiting[0]].recipe
-        data = load_images(first, options)
-        if isinstance(data, ImageArrays):
-            data = data.to(device)
+        data = _on_device(first, options, device)
         same = [n for n in waiting if same_steps(plans[n].recipe, first)]
         waiting = [n for n in waiting if n not in same]
         width = _side_by_side(first, data, options, device)
@@ -42,20 +43,28 @@ def groups(
             yield same[start : start + width], data
 
 
-def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
-    """Data set of a recipe; held-out images take the place of the test images."""
+def load_images(
+    recipe: Recipe, options: Options, *, skip: Collection[str] = ()
+) -> ImageArrays | FolderImages:
+    """Data set of a recipe; held-out images take the place of the test images.
+
+    Args:
+        recipe: recipe of a run.
+        options: where to find the data set.
+        skip: image files to leave out.
+    """
     data = load_data(
         recipe.data,
         root=options.data_root,
         download=options.download,
-        skip_unreadable=options.skip_unreadable,
+        skip=skip,
         image_size=recipe.image_size,
         workers=options.workers,
     )
     return data.hold_out(recipe.hold_out) if recipe.hold_out else data
 
 
-def own_images(data: ImageArrays | FolderImages, plan: Plan) -> ImageArrays | FolderImages:
+def own_images(data: ImageArrays | DecodedImages, plan: Plan) -> ImageArrays | DecodedImages:
     """The images of a run: those drawn by its seed, if the recipe asks for it."""
     recipe = plan.recipe
     if not recipe.images_per_class:
@@ -76,12 +85,40 @@ def same_steps(one: Recipe, other: Recipe) -> bool:
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 
+def _on_device(
+    recipe: Recipe, options: Options, device: torch.device
+) -> ImageArrays | DecodedImages:
+    """Data set of a recipe, ready for training; unreadable files are skipped if so desired."""
+    skipped: dict[str, str] = {}
+    while True:
+        data = load_images(recipe, options, skip=skipped)
+        if isinstance(data, ImageArrays):
+            return data.to(device)
+        try:
+            return decode_folder(
+                data,
+                cache=options.cache,
+                device=device,
+                # decoding the 1.3 million files of ImageNet takes as long as an epoch
+                check=recipe.data != "imagenet" or options.skip_unreadable,
+            )
+        except UnreadableFiles as error:
+            if not options.skip_unreadable:
+                raise
+            skipped |= error.reasons  # the rest may be divided differently into the two sets
+            warnings.warn(
+                f"skipped {len(skipped)} images under {one_line(data.path)} that cannot be "
+                f"decoded: {few(list(skipped))}",
+                stacklevel=2,
+            )
+
+
 def _side_by_side(
-    recipe: Recipe, data: ImageArrays | FolderImages, options: Options, device: torch.device
+    recipe: Recipe, data: ImageArrays | DecodedImages, options: Options, device: torch.device
 ) -> int:
     if (
         device.type == "cpu"
-        or not isinstance(data, ImageArrays)
+        or isinstance(data.train_images, ImageFiles)  # decoding is slower than any network
         or distributed.world_size(None) > 1
     ):
         return 1

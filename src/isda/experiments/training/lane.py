@@ -5,7 +5,6 @@ the same weights whether it trains alone or next to other runs.
 """
 
 import copy
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,27 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from isda import distributed
-from isda.experiments.data import counter_rng
-from isda.experiments.data.arrays import (
-    ImageArrays,
-    epoch_order,
-    normalize,
-    rank_slice,
-    steps_per_epoch,
-)
-from isda.experiments.data.augmentation import Augmentation, create_augmentation
-from isda.experiments.data.folders import FolderImages
+from isda.experiments.data.arrays import ImageArrays, rank_slice, steps_per_epoch
+from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, bind_key, create_network
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.settings import Recipe
+from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.metrics import classification_metrics, classified
+from isda.experiments.training.run_images import RunImages, compile_once
 
 __all__ = ["Lane"]
-
-_ORDER, _AUGMENT, _NETWORK = range(1, 4)  # key parts, one per use of random numbers
-_TEST_BATCH = 1000
 
 
 class Lane:
@@ -44,7 +34,7 @@ class Lane:
     Args:
         recipe: recipe of the run.
         seed: seed of initial weights, order of images, augmentation and dropout.
-        data: data set; arrays must be on the device.
+        data: data set; arrays must be on the device, images of a folder need not.
         device: device of the run.
         rank: rank of this process among those that train the run together.
         world: number of these processes.
@@ -54,30 +44,20 @@ class Lane:
         self,
         recipe: Recipe,
         seed: int,
-        data: ImageArrays | FolderImages,
+        data: ImageArrays | DecodedImages,
         device: torch.device,
         *,
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        if recipe.augment and not isinstance(data, ImageArrays):
-            raise InputError(
-                f"augment must be empty for {recipe.data}, whose image files are cropped and "
-                f"flipped when they are read, got {' '.join(recipe.augment)}"
-            )
         self.recipe, self.seed, self.data, self.device = recipe, seed, data, device
         self.rank, self.world = rank, world
         self.epoch = 0  # epochs done
-        self.order_key = counter_rng.key(seed, _ORDER, device=device)
-        self.augment_key = counter_rng.key(seed, _AUGMENT, device=device)
-        self.augment = create_augmentation(recipe.augment)
+        self.images = RunImages(
+            recipe, seed, data, device, rank=rank, world=world, compiled=self._compiled
+        )
         self.network = self._create_network()
-        self.criterion = create_criterion(
-            recipe,
-            num_features=self.network.num_features,
-            num_classes=data.num_classes,
-            seed=seed,
-        ).to(device)
+        self.criterion = self._create_criterion()
         self.average = copy.deepcopy(self.network).requires_grad_(False) if recipe.ema else None
 
         self.learning_rate = torch.zeros((), device=device)
@@ -85,8 +65,7 @@ class Lane:
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # in the epoch's images
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # since the run started
         self.total_loss = torch.zeros((), device=device)  # summed over the images of the epoch
-        self.network_key = counter_rng.key(seed, _NETWORK, device=device)
-        self.step_key = torch.zeros_like(self.network_key)  # for the random layers of the network
+        self.step_key = torch.zeros((), dtype=torch.int64, device=device)  # for random layers
         self.results = torch.zeros(4, device=device)  # set by evaluate, and the next
         self.classified = torch.zeros(0, 4, device=device)
         self._random = bind_key(self.network, self.step_key) > 0
@@ -103,26 +82,17 @@ class Lane:
         if recipe.momentum:  # zeros, so that the first step needs no special case
             for parameter in self.parameters:
                 self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        self._images = self._order = torch.empty(0)  # unused with a loader
-        if isinstance(data, ImageArrays):
-            self._images = data.train_images
-            self._order = torch.arange(len(data.train_target), device=device)
-        self._normalize = partial(
-            _normalize, mean=data.mean, std=data.std, dtype=self._dtype, layout=self._layout
-        )
-        self._inputs: dict[int, tuple[Tensor, Tensor]] = {}  # batches of a loader, by size
         self._model = self._create_model()
-        self._prepare = _compile(_prepare) if self._compiled else _prepare
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
 
     @staticmethod
-    def create_network(recipe: Recipe, data: ImageArrays | FolderImages, seed: int) -> Network:
+    def create_network(recipe: Recipe, data: ImageArrays | DecodedImages, seed: int) -> Network:
         """Network of a recipe for a data set, with the initial weights of a seed."""
         return create_network(
             recipe.network,
             num_classes=data.num_classes,
-            in_channels=data.train_images.shape[1] if isinstance(data, ImageArrays) else 3,
+            in_channels=data.image_shape[0],
             drop_rate=recipe.drop_rate,
             generator=torch.Generator().manual_seed(seed),
         )
@@ -130,13 +100,7 @@ class Lane:
     @property
     def num_images(self) -> int:
         """Number of training images."""
-        return len(self.data.train_target)
-
-    def batch_sizes(self) -> Iterator[int]:
-        """Batch size of every step of an epoch, over all ranks; the last one may be smaller."""
-        for step in range(steps_per_epoch(self.num_images, self.recipe.batch_size)):
-            start = step * self.recipe.batch_size
-            yield min(self.recipe.batch_size, self.num_images - start)
+        return self.images.number
 
     def begin_epoch(self) -> None:
         """Set learning rate, λ and order, and run the augmentation that is done once per epoch."""
@@ -144,34 +108,16 @@ class Lane:
         self.progress.fill_(self.recipe.progress_at(self.epoch))
         self.position.zero_()
         self.total_loss.zero_()
-        if not isinstance(self.data, ImageArrays):
-            return
-        key = counter_rng.fold(self.order_key, self.epoch)
-        self._order.copy_(epoch_order(self.num_images, key))
-        if self.augment.epoch is not None:
-            images = self.augment.epoch(self.data.train_images, counter_rng.fold(key, _AUGMENT))
-            if self._images is self.data.train_images:
-                self._images = images  # from now on an own copy, at a fixed address
-            else:
-                self._images.copy_(images)
-
-    def load(self, images: Tensor, target: Tensor) -> None:
-        """Copy a batch of a loader to the device."""
-        number = len(target)
-        if number not in self._inputs:
-            self._inputs[number] = (
-                torch.empty_like(images, device=self.device, memory_format=self._layout),
-                torch.empty_like(target, device=self.device),
-            )
-        for buffer, tensor in zip(self._inputs[number], (images, target), strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+        self.images.begin_epoch(self.epoch)
 
     def step(self, size: int) -> None:
         """One training step on the next ``size`` images of all ranks, without synchronisation."""
         part = rank_slice(size, rank=self.rank, world=self.world)
         if self.world > 1:
             bind_key(self.network, self.step_key, offset=part.start)
-        images, target = self._batch(part)
+        images, target, step_key = self.images.batch(part, self.position, self.steps)
+        if self._random:
+            self.step_key.copy_(step_key)
         self.zero_grad()
         with self._autocast():
             features, logits = self._model(images)
@@ -200,7 +146,7 @@ class Lane:
         network = self.network if self.average is None else self.average
         network.eval()
         parts = []
-        for images, target in self._test_batches():
+        for images, target in self.images.test_batches():
             with self._autocast():
                 parts.append((network(images).float(), target))
         network.train()
@@ -269,13 +215,27 @@ class Lane:
             synchronize_batch_norm(network, self.device)
         return network.to(self.device).to(memory_format=self._layout)
 
+    def _create_criterion(self) -> nn.Module:
+        features, classes = self.network.num_features, self.data.num_classes
+        try:
+            return create_criterion(
+                self.recipe, num_features=features, num_classes=classes, seed=self.seed
+            ).to(self.device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise InputError(
+                f"{self.recipe.covariance} covariances of {classes} classes with {features} "
+                f"features do not fit in memory: use --covariance diagonal or shared"
+            ) from error
+
     def _create_model(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         if self.world == 1:
             eager = partial(_features_and_logits, self.network)
             if not self._compiled:
                 return eager
             # combine small kernels, such as the casts of the weights, into one
-            compiled = partial(_compile(_features_and_logits, combo_kernels=True), self.network)
+            compiled = partial(compile_once(_features_and_logits, combo_kernels=True), self.network)
             full = self.recipe.batch_size
             # compiling once more for the last, smaller batch would cost more time than it saves
             return lambda images: compiled(images) if len(images) == full else eager(images)
@@ -291,10 +251,6 @@ class Lane:
             return model
         return torch.compile(model, dynamic=False, options={"combo_kernels": True})
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.recipe.precision == "bf16" else torch.float32
-
     def _autocast(self) -> torch.autocast:
         enabled = self.recipe.precision == "bf16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
@@ -302,39 +258,6 @@ class Lane:
     @property
     def _layout(self) -> torch.memory_format:
         return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-
-    def _batch(self, part: slice) -> tuple[Tensor, Tensor]:
-        if not isinstance(self.data, ImageArrays):
-            self.step_key.copy_(counter_rng.fold(self.network_key, self.steps))
-            return self._inputs[part.stop - part.start]
-        images, target, step_key = self._prepare(
-            self._images,
-            self.data.train_target,
-            self._order,
-            self.position,
-            self.steps,
-            self.augment_key,
-            self.network_key,
-            part=part,
-            augment=self.augment,
-            normalize=self._normalize,
-        )
-        if self._random:
-            self.step_key.copy_(step_key)
-        return images, target
-
-    def _test_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        data = self.data
-        if not isinstance(data, ImageArrays):
-            size = 2 * self.recipe.batch_size
-            for images, target in data.test_batches(size, rank=self.rank, world=self.world):
-                images = images.to(self.device, memory_format=self._layout)
-                yield images, target.to(self.device)
-            return
-        mine = rank_slice(len(data.test_target), rank=self.rank, world=self.world)
-        images, target = data.test_images[mine], data.test_target[mine]
-        for part, labels in zip(images.split(_TEST_BATCH), target.split(_TEST_BATCH), strict=True):
-            yield self._normalize(part), labels
 
     def _momentum(self) -> list[Tensor]:
         if not self.recipe.momentum:
@@ -366,46 +289,3 @@ class _FeaturesAndLogits(nn.Module):
 def _features_and_logits(network: Network, images: Tensor) -> tuple[Tensor, Tensor]:
     features = network.forward_features(images)
     return features, network.get_classifier()(features)
-
-
-@functools.cache
-def _compile(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile a function once for all lanes.
-
-    A network is an argument of the function, so that its weights are inputs of the compiled code,
-    which lanes with the same architecture and batch size share.
-    """
-    return torch.compile(function, dynamic=False, options=options or None)
-
-
-def _prepare(
-    images: Tensor,
-    target: Tensor,
-    order: Tensor,
-    position: Tensor,
-    steps: Tensor,
-    augment_key: Tensor,
-    network_key: Tensor,
-    *,
-    part: slice,
-    augment: Augmentation,
-    normalize: Callable[[Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather, augment and normalise ``part`` of the batch at ``position``.
-
-    Returns images, target, and the key of the step for the random layers of the network.
-    """
-    index = order[position + torch.arange(part.start, part.stop, device=order.device)]
-    batch = augment.step(images[index], counter_rng.fold(augment_key, steps), start=part.start)
-    return normalize(batch), target[index], counter_rng.fold(network_key, steps)
-
-
-def _normalize(
-    images: Tensor,
-    *,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    dtype: torch.dtype,
-    layout: torch.memory_format,
-) -> Tensor:
-    return normalize(images, mean, std, dtype).contiguous(memory_format=layout)

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays
-from isda.experiments.data.folders import FolderImages
+from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.predictions import save_predictions
 from isda.experiments.records import summary
@@ -31,13 +31,12 @@ from isda.experiments.training.device import choose_kernels, join_processes, kee
 from isda.experiments.training.failures import (
     Failures,
     free_memory,
-    is_explained,
-    is_out_of_memory,
     reason_of,
     together,
 )
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.run_folder import RunFolder
@@ -130,7 +129,7 @@ class _Training:
                 elif part and not self._train_part(part, data):
                     parts.insert(0, part)
 
-    def _train_part(self, part: list[int], data: ImageArrays | FolderImages) -> bool:
+    def _train_part(self, part: list[int], data: ImageArrays | DecodedImages) -> bool:
         """Train runs side by side; returns False to try again with fewer of them."""
         try:
             self._train_group(part, data)
@@ -138,7 +137,7 @@ class _Training:
         except (InputError, TimeUp):
             raise
         except Exception as error:  # of these runs
-            if self.world > 1 or (len(self.plans) == 1 and not is_explained(error)):
+            if self.world > 1 or (len(self.plans) == 1 and not is_out_of_memory(error)):
                 raise
             again = is_out_of_memory(error) and len(part) > 1 and self._width is None
             reason = "" if again else reason_of(error, side_by_side=len(part))
@@ -158,13 +157,13 @@ class _Training:
                 self.failures.add(number, f"{folder}: {reason}")
         return True
 
-    def _lane(self, number: int, data: ImageArrays | FolderImages) -> Lane:
+    def _lane(self, number: int, data: ImageArrays | DecodedImages) -> Lane:
         plan = self.plans[number]
         images = own_images(data, plan)
         rank, world = self.rank, self.world
         return Lane(plan.recipe, plan.seed, images, self.device, rank=rank, world=world)
 
-    def _train_group(self, group: list[int], data: ImageArrays | FolderImages) -> None:
+    def _train_group(self, group: list[int], data: ImageArrays | DecodedImages) -> None:
         lanes = [self._lane(number, data) for number in group]
         if self._begin is not None:
             with together():
@@ -369,6 +368,8 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
         methods.setdefault(lane.recipe.method, []).append(str(lane.seed))
     runs = ", ".join(f"{method} seed {' '.join(seeds)}" for method, seeds in methods.items())
     label = f"{PurePath(lanes[0].recipe.data).name} {lanes[0].recipe.network}, {runs}"
+    if isinstance(lanes[0].data, DecodedImages):
+        label += f", {lanes[0].data.place}"
     interactive = sys.stderr.isatty()
     bar = tqdm(
         range(first, until),

@@ -1,4 +1,4 @@
-"""Peak host memory of a training step, from the allocations that torch's profiler records."""
+"""Memory of a training step: its peak on the host, and whether it was too much."""
 
 import contextlib
 import json
@@ -7,16 +7,33 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["peak_host_memory"]
+__all__ = ["is_out_of_memory", "peak_host_memory"]
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one in its chain, such as a failed capture, is out of memory."""
+    if error is None:
+        return False
+    text = str(error).lower()
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or (
+            isinstance(error, RuntimeError)
+            and any(words in text for words in ("out of memory", "can't allocate memory"))
+        )
+        or is_out_of_memory(error.__context__)
+    )
 
 
 def peak_host_memory(step: Callable[[], object]) -> int:
     """Peak number of bytes of the tensors that are allocated during a call.
 
-    The count is exact, unlike the resident memory of the process, which may include freed memory.
-    It does not include what other libraries allocate themselves.
+    It is the sum of the allocations that torch's profiler records: exact, unlike the resident
+    memory of the process, which may include freed memory, but without what other libraries
+    allocate themselves.
     """
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()

@@ -7,6 +7,7 @@ run eagerly.
 """
 
 import itertools
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,9 +15,8 @@ from typing import Any
 import torch
 
 from isda import distributed
-from isda.experiments.data.arrays import ImageArrays
-from isda.experiments.data.folders import FolderImages
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.memory import is_out_of_memory
 
 __all__ = ["SideBySide"]
 
@@ -43,33 +43,18 @@ class SideBySide:
         """Train every lane for one epoch."""
         for lane in self.lanes:
             lane.begin_epoch()
-        if isinstance(self.lanes[0].data, ImageArrays):
-            for size, equal in itertools.groupby(self.lanes[0].batch_sizes()):
-                rows, rest = divmod(len(list(equal)), _STEPS)
-                for _ in range(rows):
-                    self._run(self._step(size), times=_STEPS)
-                for _ in range(rest):
-                    self._run(self._step(size))
-            return
-        batches = [
-            lane.data.train_batches(
-                batch_size=lane.recipe.batch_size,
-                seed=lane.seed,
-                epoch=lane.epoch,
-                rank=lane.rank,
-                world=lane.world,
-            )
-            for lane in self.lanes
-            if isinstance(lane.data, FolderImages)
-        ]
-        for size, *loaded in zip(self.lanes[0].batch_sizes(), *batches, strict=True):
-            for lane, (images, target) in zip(self.lanes, loaded, strict=True):
-                lane.load(images, target)
-            self._run(self._step(size))
+        fed = any(lane.images.is_fed for lane in self.lanes)
+        for size, equal in itertools.groupby(self.lanes[0].images.batch_sizes()):
+            rows, rest = divmod(len(list(equal)), 1 if fed else _STEPS)
+            for times in [1 if fed else _STEPS] * rows + [1] * rest:
+                for lane in self.lanes:
+                    lane.images.load()
+                self._run(self._step(size), times=times)
 
     def evaluate(self) -> list[list[float]]:
         """Training loss of the epoch and ``Lane.results`` of every lane; synchronises."""
-        if isinstance(self.lanes[0].data, ImageArrays):
+        test_images = self.lanes[0].data.test_images
+        if isinstance(test_images, torch.Tensor) and test_images.is_cuda:
             self._run(Lane.evaluate)
         else:
             for lane in self.lanes:
@@ -85,31 +70,55 @@ class SideBySide:
 
     def _run(self, function: Callable[[Lane], None], *, times: int = 1) -> None:
         """Call a function on every lane, several times in a row."""
-        if not self.capture:
-            for _ in range(times):
-                for lane in self.lanes:
-                    function(lane)
+        graph = self._graph(function, times) if self.capture else None
+        if graph is not None:
+            graph.replay()
             return
-        if (function, times) not in self._graphs:
-            self._graphs[function, times] = self._record(function, times)
-        self._graphs[function, times].replay()
+        for _ in range(times):
+            for lane in self.lanes:
+                function(lane)
 
-    def _record(self, function: Callable[[Lane], None], times: int) -> torch.cuda.CUDAGraph:
-        """Capture the calls of all lanes, each on its own stream; restore state after warm-up."""
+    def _graph(self, function: Callable[[Lane], None], times: int) -> torch.cuda.CUDAGraph | None:
+        """The graph of the calls; None if they cannot be captured, now and later."""
+        if (function, times) not in self._graphs:
+            self._warm_up(function)
+            try:
+                self._graphs[function, times] = self._record(function, times)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                warnings.warn(
+                    f"the training step cannot be captured in a CUDA graph and runs without it, "
+                    f"which is slower: {str(error).splitlines()[0]}",
+                    stacklevel=2,
+                )
+                self.capture = False
+                self._graphs.clear()
+                for lane in self.lanes:
+                    lane.zero_grad()  # gradients in the memory of the graph
+                return None
+        return self._graphs[function, times]
+
+    def _warm_up(self, function: Callable[[Lane], None]) -> None:
+        """Compile, select kernels and allocate; restores the state of the lanes."""
         torch.cuda.synchronize()
         for lane in self.lanes:
             before = [tensor.detach().clone() for tensor in lane.tensors()]
             torch.cuda.synchronize()
             with torch.cuda.stream(lane.stream):
-                for _ in range(3):  # compile, select kernels, allocate
+                for _ in range(3):
                     function(lane)
                     with torch.no_grad():  # every time: there are no images after the last batch
                         for tensor, saved in zip(lane.tensors(), before, strict=True):
                             tensor.copy_(saved)
             lane.zero_grad()
         torch.cuda.synchronize()
+
+    def _record(self, function: Callable[[Lane], None], times: int) -> torch.cuda.CUDAGraph:
+        """Capture the calls of all lanes, each on its own stream."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # other threads, such as those of a data loader, may call CUDA during the capture
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             main = torch.cuda.current_stream()
             for lane in self.lanes:
                 lane.stream.wait_stream(main)

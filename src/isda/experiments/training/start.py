@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 
-from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
@@ -62,9 +61,7 @@ def create_folders(
 def require_fit(lane: Lane) -> None:
     """Raise InputError if the network cannot take the images; changes nothing."""
     recipe, device = lane.recipe, lane.device
-    shape = torch.Size((3, recipe.image_size, recipe.image_size))
-    if isinstance(lane.data, ImageArrays):
-        shape = lane.data.train_images.shape[1:]
+    shape = lane.data.image_shape
     images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
     lane.network.eval()
     with torch.no_grad():

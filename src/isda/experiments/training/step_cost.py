@@ -27,7 +27,7 @@ from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import choose_kernels
 from isda.experiments.training.lane import Lane
-from isda.experiments.training.memory import peak_host_memory
+from isda.experiments.training.memory import is_out_of_memory, peak_host_memory
 from isda.experiments.training.side_by_side import SideBySide
 
 __all__ = [
@@ -220,7 +220,7 @@ class _Bench:
             began = time.perf_counter()
             runner.train_epoch()
             self._synchronize()
-            return (time.perf_counter() - began) / len(list(self._lane.batch_sizes()))
+            return (time.perf_counter() - began) / len(list(self._lane.images.batch_sizes()))
 
     @contextlib.contextmanager
     def _using(self, criterion: nn.Module) -> Iterator[None]:
@@ -308,21 +308,10 @@ def _if_it_fits(function: Callable[[], _T]) -> _T | None:
     try:
         return function()
     except Exception as error:
-        if not _out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
     gc.collect()  # after the error is gone, which references the tensors
     return None
-
-
-def _out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one in its chain, such as a failed capture, is out-of-memory."""
-    if error is None:
-        return False
-    return (
-        isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or "DefaultCPUAllocator" in str(error)
-        or _out_of_memory(error.__context__)
-    )
 
 
 def _host_memory() -> float:

@@ -1,0 +1,128 @@
+"""The file beside a folder of images that holds their decoded bytes.
+
+Its name is a hash of the settings and of name, size and times of change of every image file, so a
+file for other images or settings is never used. It is written under another name and renamed when
+it is complete.
+"""
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import PIL
+import torch
+from torch import Tensor
+
+from isda.experiments.data.folders import FolderImages
+from isda.experiments.errors import InputError
+from isda.experiments.files import sync_folder, writing
+
+__all__ = ["CacheFile"]
+
+_FORMAT = 1  # to be changed with the contents of the file
+_FOLDER = ".isda-cache"
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """Decoded bytes of training and test images, and the sizes of the training images."""
+
+    data: FolderImages
+    path: Path
+
+    @classmethod
+    def of(cls, data: FolderImages) -> "CacheFile":
+        """The file for these images, which need not exist."""
+        return cls(data, data.path / _FOLDER / f"{_contents_key(data)}.bytes")
+
+    def read(self) -> tuple[Tensor, Tensor] | None:
+        """Sizes int64 (N, 2) and bytes, mapped into memory; None if there is no complete file."""
+        try:
+            length = self.path.stat().st_size
+        except OSError:
+            return None
+        number = len(self.data.train_files)
+        table = 8 * number  # two int32 per image
+        if length < table:
+            return None
+        content = torch.from_file(str(self.path), shared=False, size=length, dtype=torch.uint8)
+        size = content[length - table :].clone().view(torch.int32).view(number, 2).long()
+        test = len(self.data.test_files) * 3 * self.data.image_size**2
+        if length != 3 * int(size.prod(1).sum()) + test + table:
+            return None
+        return size, content[: length - table]
+
+    def write(self, size: Tensor, decode: Callable[[Callable[[Tensor], None]], None]) -> Tensor:
+        """Create the file, unless another process has done so meanwhile, and map its bytes.
+
+        Args:
+            size: sizes of the training images.
+            decode: function that passes the bytes in order to the function that it is given.
+        """
+        with _locked(self.path.parent):
+            found = self.read()
+            if found is not None:
+                return found[1]
+            for left in self.path.parent.glob("*.new"):  # by a process that was killed
+                left.unlink(missing_ok=True)
+            new = self.path.with_suffix(f".{secrets.token_hex(4)}.new")
+            try:
+                with writing(self.path, temporary=new, keep=()), new.open("xb") as file:
+
+                    def append(content: Tensor) -> None:
+                        content.numpy().tofile(file)
+
+                    decode(append)
+                    file.write(size.to(torch.int32).numpy().tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                    if CacheFile.of(self.data) != self:
+                        raise InputError(
+                            f"images under {self.data.path} have changed while they were decoded: "
+                            f"repeat the command"
+                        )
+                    os.replace(new, self.path)
+                    sync_folder(self.path.parent)
+            finally:
+                new.unlink(missing_ok=True)
+        found = self.read()
+        assert found is not None
+        return found[1]
+
+
+def _contents_key(data: FolderImages) -> str:
+    import torchvision  # slow to import
+
+    versions = (_FORMAT, data.image_size, PIL.__version__, torchvision.__version__)
+    key = hashlib.sha256(repr(versions).encode())
+    for files in (data.train_files, data.test_files):
+        for file in files:
+            name = os.path.relpath(file, data.path)
+            try:
+                found = os.stat(file)
+                state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            except OSError:  # reported when it is decoded
+                state = (-1, -1, -1)
+            key.update(repr((os.fsencode(name), *state)).encode())
+        key.update(b"|")
+    return key.hexdigest()[:32]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Create a folder, and wait until no other process is in this context."""
+    path = folder / "lock"
+    with writing(path, keep=()):
+        folder.mkdir(exist_ok=True)
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+    try:
+        with suppress(OSError):  # a file system without locks: both processes write the same file
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

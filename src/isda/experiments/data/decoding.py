@@ -1,0 +1,251 @@
+"""Decoding of image files in threads, to the sizes that crops need.
+
+JPEG files are decoded by torchvision, others by PIL. Both release Python's lock while they decode,
+and both give the same pixels of a JPEG.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from isda.experiments.errors import InputError
+
+__all__ = [
+    "ImageFiles",
+    "UnreadableFiles",
+    "decode_center_crop",
+    "decode_resized",
+    "few",
+    "in_threads",
+    "one_line",
+    "resize_side",
+    "stored_sizes",
+    "unreadable",
+]
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+_LARGEST_RATIO = 100  # of the sides of an image
+_CHUNK = 8192  # items that wait for a thread
+
+
+class UnreadableFiles(InputError):
+    """Files that cannot be decoded, with the reason for each."""
+
+    def __init__(self, reasons: dict[str, str], total: int) -> None:
+        self.reasons = reasons
+        shown = [f"{file} ({reason})" for file, reason in reasons.items()]
+        super().__init__(
+            f"{len(shown)} of {total} images cannot be decoded (use --skip-unreadable to skip "
+            f"them): {few(shown)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFiles:
+    """Images that are decoded every time they are used."""
+
+    files: tuple[str, ...]
+    size: Tensor  # int64 (N, 2): height and width after decoding
+    decode: Callable[[str], Tensor]  # uint8 (H, W, 3) of a file
+    threads: int  # 0: decode in the calling thread
+
+    def __getitem__(self, part: slice) -> Tensor:
+        """Images of equal size, uint8 (N, 3, H, W)."""
+        height, width = self.size[0].tolist()
+        images = torch.empty(len(self.files[part]), height, width, 3, dtype=torch.uint8)
+        numbers = range(len(self.files))[part]
+
+        def write(place: int) -> None:
+            self.read(numbers[place], images[place].view(-1, 3))
+
+        for _ in in_threads(write, range(len(numbers)), threads=self.threads):
+            pass
+        return images.permute(0, 3, 1, 2)
+
+    def read(self, number: int, pixels: Tensor) -> None:
+        """Decode an image into ``pixels`` (H · W, 3)."""
+        file = self.files[number]
+        reason = self.try_to_read(number, pixels)
+        if reason:
+            raise InputError(f"{one_line(file)} cannot be read: {reason}")
+
+    def try_to_read(self, number: int, pixels: Tensor) -> str:
+        """Like :meth:`read`, but returns why an image cannot be decoded; "" if it can."""
+        try:
+            image = self.decode(self.files[number])
+        except Exception as error:  # decoders raise all kinds of errors
+            return _reason(error)
+        if list(image.shape[:2]) != self.size[number].tolist():
+            return "the size of the image has changed"
+        # not by torch, which would start threads of its own in every thread
+        np.copyto(pixels.numpy().reshape(image.shape), image.numpy())
+        return ""
+
+
+def resize_side(image_size: int) -> int:
+    """Shorter side of a resized image, 256 pixels for crops of 224."""
+    return round(image_size * 256 / 224)
+
+
+def decode_resized(file: str, *, image_size: int) -> Tensor:
+    """Decode a training image and resize it, unless it is smaller, to ``resize_side``.
+
+    Shape:
+        output uint8 (H, W, 3).
+    """
+    image = _decode(file)
+    side = resize_side(image_size)
+    return image if min(image.shape[:2]) <= side else _resize(image, side)
+
+
+def decode_center_crop(file: str, *, image_size: int) -> Tensor:
+    """Decode a test image: ``Resize(resize_side)`` and ``CenterCrop(image_size)``.
+
+    Shape:
+        output uint8 (image_size, image_size, 3).
+    """
+    from torchvision.transforms.v2 import functional  # slow to import
+
+    image = _resize(_decode(file), resize_side(image_size)).permute(2, 0, 1)
+    return functional.center_crop(image, [image_size, image_size]).permute(1, 2, 0)
+
+
+def stored_sizes(
+    files: Sequence[str], *, image_size: int, threads: int
+) -> list[tuple[int, int] | str]:
+    """Height and width of each file after :func:`decode_resized`, from the headers of the files.
+
+    If a file is not an image, the reason takes the place of its size.
+    """
+    side = resize_side(image_size)
+
+    def size(file: str) -> tuple[int, int] | str:
+        try:
+            with Image.open(file) as image:
+                width, height = image.size
+            _require_ratio(height, width)
+        except Exception as error:  # decoders raise all kinds of errors
+            return _reason(error)
+        short = min(height, width)
+        if short <= side:
+            return height, width
+        return _resized(height, side, short), _resized(width, side, short)
+
+    return list(in_threads(size, files, threads=threads))
+
+
+def unreadable(files: Sequence[str], *, threads: int) -> dict[str, str]:
+    """Files that cannot be decoded, with the reasons."""
+
+    def reason(file: str) -> str:
+        try:
+            with Image.open(file) as image:
+                _require_ratio(*image.size)
+                image.draft("RGB", (1, 1))  # decode a JPEG at 1/8 size: reads the whole file
+                image.load()
+                if image.mode[0] in "IF":  # only some decoders return these
+                    _to_rgb(image)
+        except Exception as error:  # decoders raise all kinds of errors
+            return _reason(error)
+        return ""
+
+    reasons = in_threads(reason, files, threads=threads)
+    return {file: reason for file, reason in zip(files, reasons, strict=True) if reason}
+
+
+def in_threads(
+    function: Callable[[_Item], _Result], items: Sequence[_Item], *, threads: int
+) -> Iterator[_Result]:
+    """Results in the order of the items; without threads they are computed one by one."""
+    if threads < 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for start in range(0, len(items), _CHUNK):
+            yield from pool.map(function, items[start : start + _CHUNK])
+
+
+def few(names: Sequence[str], limit: int = 5) -> str:
+    """The first names in one line, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(one_line, names[:limit])) + more
+
+
+def one_line(name: object) -> str:
+    """A name in one line: line breaks and other control characters become escape sequences."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name))
+
+
+def _decode(file: str) -> Tensor:
+    """Pixels of a file, uint8 (H, W, 3); of an animated image, the first frame."""
+    with open(file, "rb") as opened:
+        content = opened.read()
+    image = _decode_jpeg(content) if content.startswith(b"\xff\xd8") else None
+    if image is None:
+        with Image.open(io.BytesIO(content)) as picture:
+            image = torch.from_numpy(np.array(_to_rgb(picture)))
+    _require_ratio(*image.shape[:2])
+    return image
+
+
+def _decode_jpeg(content: bytes) -> Tensor | None:
+    """Pixels of a JPEG file; None: leave it to PIL."""
+    try:
+        from torchvision.io import ImageReadMode, decode_jpeg  # slow to import
+    except ImportError:  # announced for a later version of torchvision
+        return None
+    try:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return decode_jpeg(data, mode=ImageReadMode.RGB).permute(1, 2, 0)
+    except RuntimeError:  # PIL says in fewer words what is wrong
+        return None
+
+
+def _resize(image: Tensor, side: int) -> Tensor:
+    """Resize an image (H, W, 3) so that its shorter side is ``side``."""
+    from torchvision.transforms.v2 import functional  # slow to import
+
+    return functional.resize(image.permute(2, 0, 1), [side], antialias=True).permute(1, 2, 0)
+
+
+def _resized(length: int, side: int, short: int) -> int:
+    return side if length == short else int(side * length / short)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert to 8-bit RGB; 16-bit images keep their upper 8 bits, where PIL would clip."""
+    if image.mode.startswith("I"):
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise ValueError("more than 16 bits per pixel: convert it to 8 bits first")
+        if 0 < values.max() < 256:
+            raise ValueError("16-bit image whose values fit in 8 bits: convert it to 8 bits first")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    elif image.mode == "F":
+        raise ValueError("floating-point image: convert it to 8 bits first")
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # PIL warns without this step
+    return image.convert("RGB")
+
+
+def _require_ratio(one: int, other: int) -> None:
+    if max(one, other) > _LARGEST_RATIO * min(one, other):
+        raise ValueError(f"one side is more than {_LARGEST_RATIO} times as long as the other")
+
+
+def _reason(error: Exception) -> str:
+    """Reason for an error in one line, without the name of the file, which is given before it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "not an image"
+    return one_line(str(error) or type(error).__name__)

@@ -1,0 +1,251 @@
+"""Images of a folder, decoded once and kept as bytes: on the GPU, in memory, or in a file.
+
+Training images are stored with a shorter side of at most 256/224 of the side of the crops, test
+images as they are tested, resized and center-cropped. All places hold the same bytes, so that the
+choice does not change the results.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from isda.experiments.data.cache_file import CacheFile
+from isda.experiments.data.decoding import (
+    ImageFiles,
+    UnreadableFiles,
+    decode_center_crop,
+    decode_resized,
+    stored_sizes,
+    unreadable,
+)
+from isda.experiments.data.folders import FolderImages
+from isda.experiments.data.resized_crop import PackedImages
+from isda.experiments.errors import InputError
+
+__all__ = ["DecodedImages", "decode_folder"]
+
+_CHUNK = 2**26  # bytes that are decoded before they are stored
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedImages:
+    """Images of a folder, ready to be cropped."""
+
+    name: str
+    train_images: PackedImages | ImageFiles  # on the device, on the CPU, or in their files
+    train_target: Tensor  # int64 (N,), on the device
+    test_images: Tensor | ImageFiles  # uint8 (N, 3, S, S)
+    test_target: Tensor
+    class_names: tuple[str, ...]
+    image_size: int  # side S of the crops, in pixels
+    place: str  # where the images are, and how many bytes they take
+    mean: tuple[float, ...] = _MEAN
+    std: tuple[float, ...] = _STD
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes C."""
+        return len(self.class_names)
+
+    @property
+    def image_shape(self) -> torch.Size:
+        """Shape (C, H, W) of a crop."""
+        return torch.Size((3, self.image_size, self.image_size))
+
+
+def decode_folder(
+    data: FolderImages, *, cache: str = "auto", device: torch.device, check: bool = True
+) -> DecodedImages:
+    """Decode the images of a folder, unless a file holds them already.
+
+    Args:
+        data: image files.
+        cache: where to keep the images: ``device``, ``memory``, ``disk``, ``off`` (nowhere: they
+            are decoded in every epoch), or ``auto``, the first of these that has room for twice as
+            many bytes.
+        device: device of the training.
+        check: if the images are kept nowhere, decode each of them once to find unreadable files.
+
+    Raises:
+        UnreadableFiles: some files cannot be decoded.
+    """
+    file = CacheFile.of(data) if cache in ("auto", "disk") else None
+    stored = None if file is None else file.read()
+    size = _sizes(data) if stored is None else stored[0]
+    train_bytes = 3 * int(size.prod(1).sum())
+    total = train_bytes + len(data.test_files) * 3 * data.image_size**2
+    place = _choose(cache, total, device, data.path, on_disk=stored is not None)
+    with_settings = partial(
+        DecodedImages,
+        name=data.name,
+        train_target=data.train_target.to(device),
+        test_target=data.test_target.to(device),
+        class_names=data.class_names,
+        image_size=data.image_size,
+        place=f"{_gibibytes(total)} {_PLACES[place]}",
+    )
+    if place == "off":
+        _require_readable(data, check=check)
+        return with_settings(train_images=_files(data, size), test_images=_test_files(data))
+    if stored is not None:
+        content = stored[1].to(device) if place == "device" else stored[1]
+    elif file is not None and place == "disk":
+        content = file.write(size, partial(_decode, data, size))
+    else:
+        content = torch.empty(
+            total, dtype=torch.uint8, device=device if place == "device" else "cpu"
+        )
+        _decode(data, size, _filling(content))
+    area = size.prod(1)
+    pixels = content[:train_bytes].view(-1, 3)
+    side = data.image_size
+    return with_settings(
+        train_images=PackedImages(
+            pixels, (area.cumsum(0) - area).to(pixels.device), size.to(pixels.device)
+        ),
+        test_images=content[train_bytes:].view(-1, side, side, 3).permute(0, 3, 1, 2),
+    )
+
+
+_PLACES = {
+    "device": "on the device",
+    "memory": "in memory",
+    "disk": "on disk",
+    "off": "decoded in every epoch",
+}
+
+
+def _choose(cache: str, total: int, device: torch.device, path: Path, *, on_disk: bool) -> str:
+    """Where to keep ``total`` bytes; an explicit choice must have room for them once."""
+    room = {"device": _free_memory(device), "memory": _free_memory(torch.device("cpu"))}
+    room["disk"] = 2 * total if on_disk else _free_disk(path)
+    if cache == "auto":
+        on_cpu = device.type == "cpu"
+        places = ["memory", "disk"] if on_cpu else ["device", "memory", "disk"]
+        if on_disk:
+            places.remove("memory")  # the system keeps what is used of the file in memory
+        return next((place for place in places if 2 * total <= room[place]), "off")
+    if cache != "off" and total > room[cache]:
+        raise InputError(
+            f"cache must be a place with room for {_gibibytes(total)} of images, got {cache} with "
+            f"{_gibibytes(room[cache])} free: use --cache auto"
+        )
+    return cache
+
+
+def _sizes(data: FolderImages) -> Tensor:
+    """Height and width of the stored training images (N, 2)."""
+    found = stored_sizes(data.train_files, image_size=data.image_size, threads=data.workers)
+    if any(isinstance(size, str) for size in found):
+        _require_readable(data)
+        raise InputError(f"images under {data.path} have changed while they were read")
+    return torch.tensor(found, dtype=torch.int64).view(-1, 2)
+
+
+def _require_readable(data: FolderImages, *, check: bool = True) -> None:
+    files = (*data.train_files, *data.test_files)
+    bad = unreadable(files, threads=data.workers) if check else {}
+    if bad:
+        raise UnreadableFiles(bad, len(files))
+
+
+def _files(data: FolderImages, size: Tensor) -> ImageFiles:
+    decode = partial(decode_resized, image_size=data.image_size)
+    return ImageFiles(data.train_files, size, decode, data.workers)
+
+
+def _test_files(data: FolderImages) -> ImageFiles:
+    size = torch.full((len(data.test_files), 2), data.image_size)
+    decode = partial(decode_center_crop, image_size=data.image_size)
+    return ImageFiles(data.test_files, size, decode, data.workers)
+
+
+def _decode(data: FolderImages, size: Tensor, store: Callable[[Tensor], None]) -> None:
+    """Decode all training and test images, and pass their bytes to ``store`` in order."""
+    bad: dict[str, str] = {}
+    total = len(data.train_files) + len(data.test_files)
+    bar = tqdm(
+        desc=f"decoding {data.name}",
+        total=total,
+        unit="image",
+        delay=1,  # not shown for a few images
+        disable=int(os.environ.get("RANK", 0)) > 0,
+    )
+    with bar, ThreadPoolExecutor(max(1, data.workers)) as pool:
+        for images in (_files(data, size), _test_files(data)):
+            for numbers in _chunks(images.size):
+                ends = images.size[numbers].prod(1).cumsum(0).tolist()
+                pixels = torch.empty(ends[-1], 3, dtype=torch.uint8)
+                parts = [
+                    pixels[end - area : end]
+                    for end, area in zip(ends, images.size[numbers].prod(1).tolist(), strict=True)
+                ]
+                reasons = pool.map(images.try_to_read, numbers, parts)
+                for number, reason in zip(numbers, reasons, strict=True):
+                    bar.update()
+                    if reason:
+                        bad[images.files[number]] = reason
+                if not bad:
+                    store(pixels.view(-1))
+    if bad:
+        raise UnreadableFiles(bad, total)
+
+
+def _chunks(size: Tensor) -> Iterator[range]:
+    """Consecutive images of about ``_CHUNK`` bytes."""
+    chunk = (3 * size.prod(1).cumsum(0)) // _CHUNK
+    start = 0
+    for count in torch.unique_consecutive(chunk, return_counts=True)[1].tolist():
+        yield range(start, start + count)
+        start += count
+
+
+def _filling(content: Tensor) -> Callable[[Tensor], None]:
+    """Function that writes the bytes that it is given one after the other."""
+    filled = 0
+
+    def store(part: Tensor) -> None:
+        nonlocal filled
+        content[filled : filled + len(part)].copy_(part)
+        filled += len(part)
+
+    return store
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes of free memory; on the host, those of this process's part of a machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages = os.sysconf("SC_AVPHYS_PAGES")
+    free = pages * os.sysconf("SC_PAGE_SIZE")
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = 1024 * int(line.split()[1])
+    limit = next(_lines(Path("/sys/fs/cgroup/memory.max")), "max").strip()
+    free = min(free, int(limit)) if limit.isdecimal() else free
+    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _free_disk(path: Path) -> int:
+    """Bytes that can be written beside the images; 0 in a folder that is read-only."""
+    return shutil.disk_usage(path).free if os.access(path, os.W_OK) else 0
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        yield from path.read_text().splitlines()
+    except OSError:
+        return
+
+
+def _gibibytes(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
