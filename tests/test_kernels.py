@@ -338,6 +338,28 @@ def test_count_step(bad):
     assert results[2][-1] == 0.375
 
 
+@pytest.mark.parametrize("size", [1, 2500])
+@pytest.mark.parametrize("value", [1.0, torch.inf, -torch.inf, torch.nan])
+def test_watch(value, size):
+    results = []
+    for function, where in ((cuda.watch, DEVICE), (cpu.watch, "cpu")):
+        for strength, before in ((0.3, 0), (0.0, 0), (0.3, 2)):
+            problem = torch.tensor(before, device=where)
+            overflow = torch.zeros(2, device=where)
+            loss = torch.ones(size, device=where)
+            loss[-1] = value
+            quadratic = torch.linspace(0, 8, 6000, device=where).view(3, 2000).flip(0)
+            function(problem, overflow, loss, quadratic, torch.tensor(strength, device=where))
+            results.append([problem.cpu(), overflow.cpu()])
+    bad = value != 1.0
+    for noted in results[0], results[3]:
+        assert noted[0] == (checks.OVERFLOW if bad else 0)
+        torch.testing.assert_close(noted[1], torch.tensor([0.3, 8.0]) * bad)
+    for problem, overflow in results[1:3] + results[4:]:
+        assert problem in (0, 2)
+        assert not overflow.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, (6, 70, 1), (9, 5000, 1)], ids=str)

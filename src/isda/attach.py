@@ -45,6 +45,7 @@ def attach(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    max_shift: float | None = None,
     frozen: bool = False,
     synchronize: bool = True,
     process_group: dist.ProcessGroup | None = None,
@@ -75,6 +76,7 @@ def attach(
         label_smoothing: share of the target that is spread over all classes.
         ignore_index: class index of samples that do not count.
         reduction: "mean", "sum" or "none".
+        max_shift: largest shift of a logit, against divergence.
         frozen: use the statistics without updating them.
         synchronize: gather the features of all ranks.
         process_group: the ranks that train one model.
@@ -94,6 +96,7 @@ def attach(
         "label_smoothing": label_smoothing,
         "ignore_index": ignore_index,
         "reduction": reduction,
+        "max_shift": max_shift,
         "frozen": frozen,
         "synchronize": synchronize,
         "process_group": process_group,

@@ -4,7 +4,8 @@ Shapes, dtypes and devices are checked on the host before anything changes. Bad 
 features, targets out of range) would spoil the statistics for good. On a CPU they raise at once.
 On a GPU the host must not wait for them: ``ops.screen`` marks bad samples with a negative class
 index, ``ops.count_step`` turns the whole batch into skipped samples and keeps a flag on the device,
-and the error is raised where the host synchronises anyway, such as in ``state_dict()``.
+and the error is raised where the host synchronises anyway, such as in ``state_dict()``. In the same
+way ``ops.watch`` notes a loss that is no longer finite.
 """
 
 from numbers import Real
@@ -18,24 +19,30 @@ __all__ = [
     "BAD_TARGET",
     "LARGEST",
     "MISMATCH",
+    "OVERFLOW",
     "REFUSED",
     "SKIP",
     "is_scalar",
     "known_on_host",
     "logits_differ",
+    "overflow_message",
     "problem_in",
     "problem_message",
     "require_call",
     "require_class_weight",
     "require_label_smoothing",
+    "require_max_shift",
     "require_ramp",
 ]
 
 SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
 """Class indices of samples that are skipped, that have bad features, or a bad target."""
 
-REFUSED = 3
-"""Problem number of a batch that another rank has refused; 1 and 2: see :func:`problem_in`."""
+REFUSED, OVERFLOW = 3, 4
+"""Problem numbers of a batch that another rank has refused, and of a loss that is not finite.
+
+1 and 2: see :func:`problem_in`.
+"""
 
 LARGEST = 1e15
 """Features of this size or more are refused: the sum of their squares may overflow float32."""
@@ -55,6 +62,11 @@ def require_ramp(lambda_0: float, total_steps: int | None, ramp: str) -> None:
         raise ValueError(f"total_steps must be a whole number >= 1, got {total_steps}")
     if ramp not in ("linear", "constant"):
         raise ValueError(f"ramp must be 'linear' or 'constant', got {ramp!r}")
+
+
+def require_max_shift(max_shift: float | None) -> None:
+    if max_shift is not None and not max_shift > 0:
+        raise ValueError(f"max_shift must be > 0 or None, got {max_shift}")
 
 
 def require_label_smoothing(label_smoothing: float) -> None:
@@ -192,8 +204,19 @@ def problem_in(index: Tensor) -> Tensor:
     return (SKIP - least).clamp(min=0)
 
 
+def overflow_message(strength: float, quadratic: float) -> str:
+    """The error for a loss that is not finite, with λ and the largest quadratic term."""
+    return (
+        f"the loss is no longer finite at λ = {strength:.3g}, with a quadratic term of "
+        f"{quadratic:.3g}: the weights of the final layer diverge. Use a smaller lambda_0 or "
+        "learning rate, weight decay, or max_shift"
+    )
+
+
 def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
     """The error for a problem number."""
+    if problem == OVERFLOW:
+        return "the loss of another rank is no longer finite; its error says why"
     if problem == REFUSED:
         return "another rank refused its batch; its error says why. Nothing was changed on any rank"
     if problem == SKIP - BAD_FEATURES:

@@ -35,6 +35,7 @@ class Criterion(nn.Module):
         ramp: Ramp,
         weight: Tensor | None,
         reduction: Reduction,
+        max_shift: float | None,
         frozen: bool,
         synchronize: bool,
         process_group: dist.ProcessGroup | None,
@@ -43,6 +44,7 @@ class Criterion(nn.Module):
         checks.require_ramp(lambda_0, total_steps, ramp)
         checks.require_class_weight("weight", weight, num_classes)
         require_reduction(reduction)
+        checks.require_max_shift(max_shift)
         self.estimator = create_estimator(covariance, num_features, num_classes, decay)
         self.num_features = num_features
         self.num_classes = num_classes
@@ -50,6 +52,7 @@ class Criterion(nn.Module):
         self.total_steps = None if total_steps is None else int(total_steps)
         self.ramp = ramp
         self.reduction: Reduction = reduction
+        self.max_shift = max_shift
         self.frozen = frozen
         self.synchronize = synchronize
         self.process_group = process_group
@@ -86,7 +89,8 @@ class Criterion(nn.Module):
         return (
             f"{self.num_features}, {self.num_classes}, lambda_0={self.lambda_0}, "
             f"total_steps={self.total_steps}, ramp={self.ramp!r}, weight={weight}, "
-            f"reduction={self.reduction!r}, frozen={self.frozen}, synchronize={self.synchronize}"
+            f"reduction={self.reduction!r}, max_shift={self.max_shift}, frozen={self.frozen}, "
+            f"synchronize={self.synchronize}"
         )
 
     def _require_total_steps(self) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda import checks, distributed, functional, ops
-from isda.checks import BAD_TARGET, SKIP
+from isda.checks import BAD_TARGET, OVERFLOW, SKIP
 from isda.covariance import Estimator, FullCovariance, require_covariance_index
 from isda.criterion import Criterion, Ramp
 from isda.distributed import ShardedCovariance
@@ -45,6 +45,8 @@ class ISDALoss(Criterion):
             with the covariance of that class; with class probabilities, every label uses its own.
         ignore_index: class index of samples that count neither in the loss nor in the statistics.
         reduction: "mean", "sum" or "none".
+        max_shift: largest shift (λ/2) q of a logit, see :func:`isda.functional.limit_shift`; None
+            for no limit, as in the paper.
         frozen: use the statistics without updating them; can be changed at any time.
         synchronize: gather the features of all ranks; False if each rank trains its own model.
         process_group: the ranks that train one model; None for all.
@@ -64,6 +66,7 @@ class ISDALoss(Criterion):
     """
 
     problem: Tensor
+    overflow: Tensor
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class ISDALoss(Criterion):
         label_smoothing: float = 0.0,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
+        max_shift: float | None = None,
         frozen: bool = False,
         synchronize: bool = True,
         process_group: dist.ProcessGroup | None = None,
@@ -93,6 +97,7 @@ class ISDALoss(Criterion):
             ramp=ramp,
             weight=weight,
             reduction=reduction,
+            max_shift=max_shift,
             frozen=frozen,
             synchronize=synchronize,
             process_group=process_group,
@@ -103,6 +108,8 @@ class ISDALoss(Criterion):
         self.label_smoothing = label_smoothing
         self.ignore_index = ignore_index
         self.register_buffer("problem", torch.zeros((), dtype=torch.int64), persistent=False)
+        # λ and the largest quadratic term of the first loss that was not finite
+        self.register_buffer("overflow", torch.zeros(2), persistent=False)
 
     def forward(
         self,
@@ -165,6 +172,8 @@ class ISDALoss(Criterion):
             batch = self._gather(features.detach(), target, covariance_index, learn)
             batch, scale, strength = self._count_step(batch, target, progress, update)
             quadratic = self._update(batch, weight, target, covariance_index, learn)
+            if self.max_shift is not None:
+                quadratic = functional.limit_shift(quadratic, strength, self.max_shift)
             loss = ops.isda_cross_entropy(
                 logits,
                 target if target.is_floating_point() else batch.own_index,
@@ -176,6 +185,7 @@ class ISDALoss(Criterion):
                 ignore_index=SKIP,
                 reduction=self.reduction,
             )
+            self._watch(loss, quadratic, strength, batch.world_size)
         return loss.view(positions) if self.reduction == "none" else loss
 
     @torch.no_grad()
@@ -220,11 +230,16 @@ class ISDALoss(Criterion):
         )
 
     def check(self) -> None:
-        """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
+        """Raise the error of what a GPU has seen since the last check (synchronises).
+
+        Raises:
+            ValueError: a batch with bad features or a bad target, which was left out.
+            FloatingPointError: a loss that is not finite.
+        """
         problem = int(self.problem)
         if problem:
             self.problem.zero_()
-            raise ValueError(self._message(problem))
+            raise self._error(problem)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Buffers of the criterion and its estimator; calls :meth:`check` first."""
@@ -259,9 +274,12 @@ class ISDALoss(Criterion):
         if not torch.compiler.is_compiling():
             problem = int(checks.problem_in(index)) if index.device.type == "cpu" else 0
             if world_size > 1:
+                if index.device.type == "cpu":  # a loss of one rank that was not finite
+                    problem = max(problem, int(self.problem))
                 size, problem = distributed.agree(size, problem, self.process_group)
             if problem:
-                raise ValueError(self._message(problem))
+                self.problem.zero_()
+                raise self._error(problem)
         if world_size == 1:
             return _Batch(features, index, index, None, 1)
         if learn:
@@ -278,7 +296,7 @@ class ISDALoss(Criterion):
         self, batch: "_Batch", target: Tensor, progress: float | Tensor | None, update: bool
     ) -> tuple["_Batch", Tensor, float | Tensor]:
         """The batch (all of it skipped if it is bad), the factor of the summed losses, and λ."""
-        if self.ramp == "linear" and progress is None:
+        if self.total_steps is None and self.ramp == "linear" and progress is None:
             self._require_total_steps()
         on_device = (
             isinstance(progress, Tensor)
@@ -344,8 +362,23 @@ class ISDALoss(Criterion):
         rows = estimator.quadratic(weight, label.repeat(len(own)), **options)
         return rows.view(len(own), len(label), len(label))
 
-    def _message(self, problem: int) -> str:
-        return checks.problem_message(problem, self.num_classes, self.ignore_index)
+    def _watch(
+        self, loss: Tensor, quadratic: Tensor, strength: float | Tensor, world_size: int
+    ) -> None:
+        """Report a loss that is not finite: on a CPU at once, elsewhere at the next check."""
+        if not isinstance(strength, Tensor):
+            strength = torch.full((), strength, device=loss.device)
+        if loss.device.type != "cpu" or world_size > 1 or torch.compiler.is_compiling():
+            largest = strength if strength.numel() == 1 else strength.max()
+            ops.watch(self.problem, self.overflow, loss.detach(), quadratic.detach(), largest)
+        elif not loss.isfinite().all() and (largest := strength.max()) > 0:
+            self.overflow.copy_(torch.stack([largest, quadratic.max()]))
+            raise self._error(OVERFLOW)
+
+    def _error(self, problem: int) -> Exception:
+        if problem == OVERFLOW and self.overflow.any():
+            return FloatingPointError(checks.overflow_message(*self.overflow.tolist()))
+        return ValueError(checks.problem_message(problem, self.num_classes, self.ignore_index))
 
 
 class _Batch(NamedTuple):

@@ -40,6 +40,8 @@ class ISDABCEWithLogitsLoss(Criterion):
         weight: weight of each class, as in ``nn.BCEWithLogitsLoss``.
         pos_weight: weight of the positive part of each class, as in ``nn.BCEWithLogitsLoss``.
         reduction: "mean", "sum" or "none".
+        max_shift: largest shift (λ/2) q of a logit, see :func:`isda.functional.limit_shift`; None
+            for no limit, as in the paper.
         frozen: use the statistics without updating them; can be changed at any time.
         synchronize: gather the features of all ranks; False if each rank trains its own model.
         process_group: the ranks that train one model; None for all.
@@ -69,6 +71,7 @@ class ISDABCEWithLogitsLoss(Criterion):
         weight: Tensor | None = None,
         pos_weight: Tensor | None = None,
         reduction: Reduction = "mean",
+        max_shift: float | None = None,
         frozen: bool = False,
         synchronize: bool = True,
         process_group: dist.ProcessGroup | None = None,
@@ -83,6 +86,7 @@ class ISDABCEWithLogitsLoss(Criterion):
             ramp=ramp,
             weight=weight,
             reduction=reduction,
+            max_shift=max_shift,
             frozen=frozen,
             synchronize=synchronize,
             process_group=process_group,
@@ -147,15 +151,19 @@ class ISDABCEWithLogitsLoss(Criterion):
             self._update(features.detach(), target, world_size, learn)
             if update:
                 self.step += 1
+            quadratic = self._quadratic(weight, target)
+            if self.max_shift is not None:
+                quadratic = functional.limit_shift(quadratic, strength, self.max_shift)
             loss = functional.isda_binary_cross_entropy(
                 logits.to(torch.promote_types(logits.dtype, torch.float32)),
                 target,
-                self._quadratic(weight, target),
+                quadratic,
                 strength=strength,
                 class_weight=self.weight,
                 pos_weight=self.pos_weight,
                 reduction="none" if self.reduction == "none" else "sum",
             )
+            self._require_finite(loss, quadratic, strength, world_size)
             if self.reduction != "mean":
                 return loss
             number = torch.tensor(target.numel(), device=target.device)
@@ -176,6 +184,20 @@ class ISDABCEWithLogitsLoss(Criterion):
     def extra_repr(self) -> str:
         weight = None if self.pos_weight is None else f"tensor of shape ({self.num_classes},)"
         return f"{super().extra_repr()}, pos_weight={weight}"
+
+    def _require_finite(
+        self, loss: Tensor, quadratic: Tensor, strength: float | Tensor, world_size: int
+    ) -> None:
+        """Raise on all ranks if the loss of one is not finite at λ > 0."""
+        bad = bool(not loss.isfinite().all() and torch.as_tensor(strength).max() > 0)
+        problem = checks.OVERFLOW if bad else 0
+        if world_size > 1:
+            _, problem = distributed.agree(0, problem, self.process_group)
+        if bad:
+            value = float(torch.as_tensor(strength).max())
+            raise FloatingPointError(checks.overflow_message(value, float(quadratic.max())))
+        if problem:
+            raise ValueError(checks.problem_message(problem, self.num_classes, -100))
 
     def _strength(self, progress: float | Tensor | None, update: bool) -> float | Tensor:
         """λ in force."""

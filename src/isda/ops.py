@@ -33,6 +33,7 @@ __all__ = [
     "update_",
     "update_and_quadratic",
     "uses_triton",
+    "watch",
 ]
 
 _ENABLED = (
@@ -217,6 +218,7 @@ count_step = _register(
     ),
     mutates_args=("step", "problem"),
 )
+watch = _register("watch", lambda *_: None, mutates_args=("problem", "overflow"))
 update_ = _register("update_", lambda *_: None, mutates_args=("moments",))
 _multiply = _register("multiply", _fake_products)
 _update_and_multiply_ = _register(

@@ -26,6 +26,7 @@ from isda.functional.losses import (
     isda_cross_entropy,
     isda_logits,
     isda_loss,
+    limit_shift,
     ramped_strength,
 )
 from isda.functional.moments import Moments, batch_moments, merge_moments, update_moments
@@ -47,6 +48,7 @@ __all__ = [
     "isda_cross_entropy",
     "isda_logits",
     "isda_loss",
+    "limit_shift",
     "merge_moments",
     "monte_carlo_loss",
     "ramped_strength",

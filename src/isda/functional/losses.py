@@ -15,6 +15,7 @@ __all__ = [
     "isda_cross_entropy",
     "isda_logits",
     "isda_loss",
+    "limit_shift",
     "ramped_strength",
     "require_reduction",
 ]
@@ -40,6 +41,26 @@ def isda_logits(logits: Tensor, quadratic: Tensor, strength: float | Tensor) -> 
     """
     quadratic = quadratic.clamp(max=torch.finfo(quadratic.dtype).max)  # 0 · inf would be NaN
     return logits + 0.5 * strength * quadratic
+
+
+def limit_shift(quadratic: Tensor, strength: float | Tensor, max_shift: float) -> Tensor:
+    r"""Quadratic terms q with shifts (λ/2) q of at most ``max_shift``.
+
+    Smaller ones stay as they are. Larger ones are constant, so they get no gradient, and a training
+    that would diverge through them does not. The loss is then no longer an upper bound on the
+    expected loss under augmentation, but it is still at least the cross entropy.
+
+    Args:
+        quadratic: variance of every logit margin.
+        strength: λ.
+        max_shift: largest shift of a logit.
+
+    Shape:
+        quadratic (N, C); output (N, C).
+    """
+    if isinstance(strength, Tensor):
+        return torch.minimum(quadratic, (2 * max_shift / strength).to(quadratic.dtype))
+    return quadratic.clamp(max=2 * max_shift / strength) if strength else quadratic
 
 
 def isda_cross_entropy(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isda.checks import BAD_FEATURES, BAD_TARGET, LARGEST, SKIP, problem_in
+from isda.checks import BAD_FEATURES, BAD_TARGET, LARGEST, OVERFLOW, SKIP, problem_in
 from isda.functional.moments import Moments, batch_share, update_moments
 from isda.kernels import Products, ProductTensors
 
@@ -24,6 +24,7 @@ __all__ = [
     "screen",
     "update_",
     "update_and_multiply_",
+    "watch",
     "weight_gradient",
 ]
 
@@ -81,6 +82,26 @@ def count_step(
     problem.copy_(torch.maximum(problem, found))
     index = torch.where(found > 0, SKIP, index)
     return index, torch.where(found > 0, 0.0, scale), strength
+
+
+def watch(
+    problem: Tensor, overflow: Tensor, loss: Tensor, quadratic: Tensor, strength: Tensor
+) -> None:
+    """Set the flag if the loss is not finite, and keep what the message needs.
+
+    Args:
+        problem: flag, changed in place unless it is set already.
+        overflow: λ and the largest quadratic term, changed in place together with the flag.
+        loss: one or more numbers.
+        quadratic: variance of every logit margin.
+        strength: λ. The flag is not set at λ = 0, where the loss is ordinary cross entropy.
+    """
+    if not quadratic.numel():
+        return
+    bad = (problem == 0) & (strength > 0).all() & ~loss.isfinite().all()
+    found = torch.stack([strength.reshape(()), quadratic.max()]).to(overflow.dtype)
+    overflow.copy_(torch.where(bad, found, overflow))
+    problem.masked_fill_(bad, OVERFLOW)
 
 
 def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: float) -> None:

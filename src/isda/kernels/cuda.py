@@ -3,7 +3,7 @@
 from isda.kernels.covariance_update import update_
 from isda.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from isda.kernels.products import empty_products, multiply, update_and_multiply_
-from isda.kernels.screening import count_step, screen
+from isda.kernels.screening import count_step, screen, watch
 from isda.kernels.weight_gradient import quadratic_rows, weight_gradient
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "screen",
     "update_",
     "update_and_multiply_",
+    "watch",
     "weight_gradient",
 ]

@@ -1,14 +1,14 @@
-"""Which samples of a batch count, and whether all are valid."""
+"""Which samples of a batch count, whether all are valid, and whether the loss is finite."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.checks import LARGEST
+from isda.checks import LARGEST, OVERFLOW
 from isda.kernels.launch import power_of_2
 
-__all__ = ["count_step", "screen"]
+__all__ = ["count_step", "screen", "watch"]
 
 
 def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
@@ -61,6 +61,24 @@ def count_step(
         block=min(power_of_2(max(len(index), 1)), 1024),
     )
     return valid, scale, strength
+
+
+def watch(
+    problem: Tensor, overflow: Tensor, loss: Tensor, quadratic: Tensor, strength: Tensor
+) -> None:
+    """See ``isda.kernels.cpu.watch``."""
+    if quadratic.numel():
+        _watch[(1,)](
+            problem,
+            overflow,
+            loss.contiguous(),
+            quadratic.contiguous(),
+            strength,
+            loss.numel(),
+            quadratic.numel(),
+            OVERFLOW,
+            block=1024,
+        )
 
 
 @triton.jit
@@ -124,3 +142,32 @@ def _count_step(  # type: ignore[no-untyped-def]
     tl.store(scale, tl.where(found > 0, 0.0, factor))
     tl.store(step, done + (found == 0).to(tl.int64))
     tl.store(problem, tl.maximum(tl.load(problem), found))
+
+
+@triton.jit
+def _watch(  # type: ignore[no-untyped-def]
+    problem,
+    overflow,
+    loss,
+    quadratic,
+    strength,
+    num_losses,
+    num_terms,
+    code,
+    block: tl.constexpr,
+):
+    bad = tl.zeros((block,), dtype=tl.int32)
+    for first in range(0, num_losses, block):
+        position = first + tl.arange(0, block)
+        value = tl.load(loss + position, mask=position < num_losses, other=0.0)
+        bad += tl.where(tl.abs(value.to(tl.float32)) < float("inf"), 0, 1)  # 1 for NaN
+    value = tl.load(strength).to(tl.float32)
+    if (tl.sum(bad) > 0) & (value > 0.0) & (tl.load(problem) == 0):
+        largest = tl.zeros((block,), dtype=tl.float32)
+        for first in range(0, num_terms, block):
+            position = (first + tl.arange(0, block)).to(tl.int64)
+            term = tl.load(quadratic + position, mask=position < num_terms, other=0.0)
+            largest = tl.maximum(largest, term.to(tl.float32))
+        tl.store(overflow, value)
+        tl.store(overflow + 1, tl.max(largest))
+        tl.store(problem, code)

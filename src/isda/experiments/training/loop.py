@@ -221,7 +221,7 @@ class _Training:
                 runner.train_epoch()
             except InputError:
                 raise
-            except ValueError as error:  # a CPU, where runs train alone, raises at once
+            except (ValueError, FloatingPointError) as error:  # on a CPU, where runs train alone
                 self.failures.add(members[0].number, _stopped(members[0], str(error)))
                 break
             results = runner.evaluate()
@@ -310,7 +310,7 @@ def _not_finite(lane: Lane, result: list[float]) -> str | None:
     try:
         if isinstance(lane.criterion, ISDALoss):
             lane.criterion.check()
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:
         return str(error)
     train_loss, _, test_loss, *_ = result
     for name, loss in (("training", train_loss), ("test", test_loss)):
