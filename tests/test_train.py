@@ -36,6 +36,7 @@ from isda.experiments.training import groups, loop, run_folder
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder, locked
+from isda.experiments.training.run_images import RunImages
 from isda.experiments.training.step_cost import random_images
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
@@ -124,15 +125,15 @@ def die(*_: object) -> None:
 
 def die_in_step(number: int) -> None:
     """In the middle of an epoch, before the next step."""
-    calls, batch_sizes = itertools.count(), Lane.batch_sizes
+    calls, batch_sizes = itertools.count(), RunImages.batch_sizes
 
-    def counted(lane: Lane) -> Iterator[int]:
-        for size in batch_sizes(lane):
+    def counted(images: RunImages) -> Iterator[int]:
+        for size in batch_sizes(images):
             if next(calls) == number:
                 die()
             yield size
 
-    Lane.batch_sizes = counted
+    RunImages.batch_sizes = counted
 
 
 def die_before_saving(number: int) -> None:
