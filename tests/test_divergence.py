@@ -62,6 +62,7 @@ def test_a_loss_that_is_not_finite(covariance, reduction, device):
 
 def test_options_that_have_no_kernel(device):
     criterion = ISDALoss(A, C, ramp="constant", lambda_0=0.3, weight=torch.ones(C)).to(device)
+    criterion.half()  # of a model in half precision
     assert "at λ = 0.3," in str(error_of(criterion, weight(device, 1e20), device))
 
 

@@ -47,6 +47,7 @@ REFUSED, OVERFLOW = 3, 4
 LARGEST = 1e15
 """Features of this size or more are refused: the sum of their squares may overflow float32."""
 
+_REQUIRED = ("features", "target", "weight")
 _TOLERANCE = 0.02  # relative error of logits: more than bfloat16 causes, less than a mistake does
 
 MISMATCH = (
@@ -93,7 +94,7 @@ def require_call(
     progress: float | Tensor | None = None,
     **others: Tensor | None,
 ) -> None:
-    """Raise ValueError for arguments of a wrong device, dtype or shape.
+    """Raise TypeError or ValueError for arguments of a wrong type, device, dtype or shape.
 
     Args:
         num_features: number A of features.
@@ -104,6 +105,9 @@ def require_call(
         others: "weight", "bias", "logits", "covariance_index", and "criterion", any buffer of it.
     """
     tensors = {"features": features, "target": target, **others}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in _REQUIRED):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
     soft = target.is_floating_point()
     if features.dim() < 2 or features.shape[1] != num_features:
         raise ValueError(

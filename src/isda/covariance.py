@@ -309,17 +309,11 @@ class SharedCovariance(Covariance):
     def update(self, features: Tensor, target: Tensor) -> None:
         """Merge a batch as if all samples were of one class."""
         self._require_features(features)
-        counted = (target >= 0)[:, None]  # (N, 1)
-        features = torch.where(counted, features.float(), 0.0)
-        count = counted.sum()
-        number = count.clamp(min=1)
-        mean = features.sum(0) / number
-        centred = torch.where(counted, features - mean, 0.0)
-        with torch.autocast(features.device.type, enabled=False):
-            covariance = centred.T @ centred / number
-        batch = Moments(count[None], mean[None], covariance[None])
         state = Moments(*(buffer[None] for buffer in self.buffers(recurse=False)))
-        merged = functional.merge_moments(state, batch, decay=self.decay)
+        with torch.autocast(features.device.type, enabled=False):
+            merged = functional.update_moments(
+                state, features.float(), torch.where(target < 0, -1, 0), decay=self.decay
+            )
         for buffer, value in zip(state, merged, strict=True):
             buffer.copy_(value)
 

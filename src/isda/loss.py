@@ -155,7 +155,7 @@ class ISDALoss(Criterion):
             )
             if covariance_index is not None:
                 require_covariance_index(self.estimator)
-        except ValueError:
+        except (TypeError, ValueError):
             if self.training:
                 self.refuse()
             raise
@@ -208,7 +208,7 @@ class ISDALoss(Criterion):
                 target=target,
                 criterion=self.step,
             )
-        except ValueError:
+        except (TypeError, ValueError):
             self.refuse()
             raise
         if features.dim() > 2:

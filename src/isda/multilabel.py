@@ -120,7 +120,8 @@ class ISDABCEWithLogitsLoss(Criterion):
                 in the same training step; λ is that of the last counted step.
         """
         try:
-            if not target.is_floating_point() or features.dim() != 2:
+            tensors = isinstance(target, Tensor) and isinstance(features, Tensor)
+            if tensors and (not target.is_floating_point() or features.dim() != 2):
                 raise ValueError(
                     "target must be floating point of shape (N, C) for features of shape (N, A), "
                     f"got {target.dtype} of shape {tuple(target.shape)} for {tuple(features.shape)}"
@@ -136,7 +137,7 @@ class ISDABCEWithLogitsLoss(Criterion):
                 progress=progress,
                 criterion=self.step,
             )
-        except ValueError:
+        except (TypeError, ValueError):
             if self.training:
                 self.refuse()
             raise
