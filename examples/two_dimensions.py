@@ -121,8 +121,8 @@ for name, model in models.items():
 # ## Decision boundary and confidence
 #
 # The lines are the boundaries between the predicted classes. The colour is that of the predicted
-# class, and the stronger it is, the higher the probability that the classifier gives to it. λ₀ = 0.2
-# is drawn because its numbers above are good: it is chosen on the test samples, for the picture. On
+# class, and the stronger it is, the higher the probability that the classifier gives to it. The
+# picture shows λ₀ = 0.2 because its numbers above are good, so it is chosen on the test samples. On
 # real data, choose λ₀ on held-out images.
 
 # %%

@@ -81,7 +81,8 @@ def test_frameworks_need_five_lines_or_fewer() -> None:
     """Lines of the example with ISDA that the one without it does not have."""
     page = (ROOT / "docs" / "frameworks.md").read_text()
     rows = re.findall(r"^\| .* \| (\d+) \| `(\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
-    assert [Path(plain).name for _, plain, _ in rows] == [f"{f}_plain.py" for f in ON_TWO_RANKS + ALONE]
+    plain_names = [f"{framework}_plain.py" for framework in ON_TWO_RANKS + ALONE]
+    assert [Path(plain).name for _, plain, _ in rows] == plain_names
     for number, *paths in rows:
         plain, ours = (code_of(ROOT / path) for path in paths)
         changed = [line for line in difflib.ndiff(plain, ours) if line.startswith("+ ")]
