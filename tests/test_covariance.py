@@ -332,3 +332,23 @@ def test_long_streams_follow_a_drift(kind, device):
     torch.testing.assert_close(mean.double() - 100, torch.full_like(mean, share).double())
     variance = estimator.class_covariance(0).diagonal()
     torch.testing.assert_close(variance, torch.full_like(variance, share * (1 - share)))
+
+
+@with_state
+@pytest.mark.parametrize(
+    ("features", "target", "message"),
+    [
+        ([[1.0, torch.nan]], [0], "features must be finite"),
+        ([[1.0, 2.0]], [3], r"target must be in \[0, 3\)"),
+        ([[1.0, 2.0]], [0, 1], r"target of class indices must have shape \(1,\), got \(2,\)"),
+        ([[1.0, 2.0, 3.0]], [0], r"features must have shape \(N, 2\), got \(1, 3\)"),
+        ([[1.0, 2.0]], [[0.5, 0.5, 0.0]], r"target must be class indices \(N,\), got \(1, 3\)"),
+    ],
+)
+def test_a_bad_batch_changes_nothing(kind, features, target, message):
+    estimator = kind(2, 3)
+    estimator.update(torch.tensor([[3.0, 4.0]]), torch.tensor([1]))
+    before = bits(estimator)
+    with pytest.raises(ValueError, match=message):
+        estimator.update(torch.tensor(features), torch.tensor(target))
+    assert_bits(estimator, before)

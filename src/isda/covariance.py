@@ -5,14 +5,14 @@
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from isda import functional, ops
+from isda import checks, functional, ops
+from isda.checks import SKIP
 from isda.functional import Moments
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "FullCovariance",
     "IdentityCovariance",
     "SharedCovariance",
-    "create_estimator",
     "require_covariance_index",
 ]
 
@@ -164,11 +163,15 @@ class Covariance(nn.Module):
         for name, dtype in dtypes.items():  # assign=True takes the dtype of the checkpoint
             setattr(self, name, getattr(self, name).to(dtype))
 
-    def _require_features(self, features: Tensor) -> None:
-        if features.dim() != 2 or features.shape[1] != self.num_features:
-            raise ValueError(
-                f"features must have shape (N, {self.num_features}), got {tuple(features.shape)}"
-            )
+    def _require_batch(self, features: Tensor, target: Tensor) -> None:
+        """Raise for wrong shapes and, where the host knows the values, for bad ones."""
+        checks.require_call(self.num_features, self.num_classes, features=features, target=target)
+        if target.dim() != 1 or target.is_floating_point():
+            raise ValueError(f"target must be class indices (N,), got {tuple(target.shape)}")
+        if checks.known_on_host(features):
+            index = ops.screen(features, target.clamp(min=SKIP), self.num_classes, SKIP)
+            if problem := int(checks.problem_in(index)):
+                raise ValueError(checks.problem_message(problem, self.num_classes, SKIP))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Covariance":
         def keep_dtype(tensor: Tensor) -> Tensor:  # .half() and .double() change no statistics
@@ -193,7 +196,7 @@ class _ClassCovariance(Covariance):
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
         """See :func:`isda.functional.update_moments`, here in place."""
-        self._require_features(features)
+        self._require_batch(features, target)
         ops.update_(list(self.moments), features, target, self.decay)
 
     def class_mean(self, index: int) -> Tensor:
@@ -308,7 +311,7 @@ class SharedCovariance(Covariance):
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
         """Merge a batch as if all samples were of one class."""
-        self._require_features(features)
+        self._require_batch(features, target)
         state = Moments(*(buffer[None] for buffer in self.buffers(recurse=False)))
         with torch.autocast(features.device.type, enabled=False):
             merged = functional.update_moments(
@@ -351,40 +354,6 @@ COVARIANCES: dict[str, type[Covariance]] = {
     "shared": SharedCovariance,
     "identity": IdentityCovariance,
 }
-
-
-def create_estimator(
-    covariance: str | Estimator, num_features: int, num_classes: int, decay: float
-) -> Estimator:
-    """The estimator that the ``covariance`` option of a criterion stands for."""
-    if isinstance(covariance, str):
-        if covariance not in COVARIANCES:
-            raise ValueError(
-                f"covariance must be an estimator or one of {', '.join(COVARIANCES)}, "
-                f"got {covariance!r}"
-            )
-        size = 4 * num_classes * num_features**2 / 2**30
-        if covariance == "full" and size > 1:
-            warnings.warn(
-                f"full covariances of {num_classes} classes with {num_features} features take "
-                f'{size:.1f} GiB; covariance="diagonal" takes {1024 * size / num_features:.1f} MiB',
-                stacklevel=3,
-            )
-        return COVARIANCES[covariance](num_features, num_classes, decay=decay)
-    if decay != 1.0:
-        raise ValueError(f"decay={decay} must be set on the estimator that is passed")
-    if isinstance(covariance, type) or not isinstance(covariance, Estimator):
-        raise ValueError(
-            f"covariance must be an estimator with update and quadratic, got {covariance!r}"
-        )
-    if isinstance(covariance, Covariance):
-        found = (covariance.num_features, covariance.num_classes)
-        if found != (num_features, num_classes):
-            raise ValueError(
-                f"covariance must be for num_features={num_features} and "
-                f"num_classes={num_classes}, got {covariance}"
-            )
-    return covariance
 
 
 def _align(covariance: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """What ISDALoss and ISDABCEWithLogitsLoss share: statistics, ramp of λ, ranks and state."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isda import checks, distributed
-from isda.covariance import Covariance, Estimator, create_estimator
+from isda.covariance import COVARIANCES, Covariance, Estimator
 from isda.functional.losses import Reduction, require_reduction
 
 __all__ = ["Criterion", "Ramp"]
@@ -45,7 +46,7 @@ class Criterion(nn.Module):
         checks.require_class_weight("weight", weight, num_classes)
         require_reduction(reduction)
         checks.require_max_shift(max_shift)
-        self.estimator = create_estimator(covariance, num_features, num_classes, decay)
+        self.estimator = _create_estimator(covariance, num_features, num_classes, decay)
         self.num_features = num_features
         self.num_classes = num_classes
         self.lambda_0 = lambda_0
@@ -105,3 +106,37 @@ class Criterion(nn.Module):
             # before the step count is overwritten
             self.estimator.check_state(state_dict, prefix + "estimator.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def _create_estimator(
+    covariance: str | Estimator, num_features: int, num_classes: int, decay: float
+) -> Estimator:
+    """The estimator that the ``covariance`` option of a criterion stands for."""
+    if isinstance(covariance, str):
+        if covariance not in COVARIANCES:
+            raise ValueError(
+                f"covariance must be an estimator or one of {', '.join(COVARIANCES)}, "
+                f"got {covariance!r}"
+            )
+        size = 4 * num_classes * num_features**2 / 2**30
+        if covariance == "full" and size > 1:
+            warnings.warn(
+                f"full covariances of {num_classes} classes with {num_features} features take "
+                f'{size:.1f} GiB; covariance="diagonal" takes {1024 * size / num_features:.1f} MiB',
+                stacklevel=3,
+            )
+        return COVARIANCES[covariance](num_features, num_classes, decay=decay)
+    if decay != 1.0:
+        raise ValueError(f"decay={decay} must be set on the estimator that is passed")
+    if isinstance(covariance, type) or not isinstance(covariance, Estimator):
+        raise ValueError(
+            f"covariance must be an estimator with update and quadratic, got {covariance!r}"
+        )
+    if isinstance(covariance, Covariance):
+        found = (covariance.num_features, covariance.num_classes)
+        if found != (num_features, num_classes):
+            raise ValueError(
+                f"covariance must be for num_features={num_features} and "
+                f"num_classes={num_classes}, got {covariance}"
+            )
+    return covariance

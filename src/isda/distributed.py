@@ -196,7 +196,7 @@ class ShardedCovariance(FullCovariance):
 
         Every rank must pass the samples of all ranks, as :class:`isda.ISDALoss` does.
         """
-        self._require_features(features)
+        self._require_batch(features, target)
         if len(self.count):
             ops.update_(list(self.moments), features, self._local(target), self.decay)
 
