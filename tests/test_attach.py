@@ -489,7 +489,7 @@ def test_layer_that_is_not_the_head(target, device):
 
 def test_output_that_is_not_a_tensor(model, images, target):
     criterion = attach(model, **options())
-    with pytest.raises(ValueError, match=r"logits must be a tensor, got dict; .* as \.logits"):
+    with pytest.raises(TypeError, match=r"logits must be a tensor, got dict; .* as \.logits"):
         criterion({"logits": model(images)}, target)
 
 
@@ -645,12 +645,13 @@ def test_strength_and_total_steps_of_a_model():
 def test_large_statistics_are_announced():
     """15.6 GiB for a ResNet-50 with 1000 classes: said before they are allocated."""
     with torch.device("meta"):
-        model = nn.Linear(2048, 1000)
+        with pytest.raises(ValueError, match="meta device: attach after to_empty"):
+            attach(nn.Linear(2048, 1000))
         with pytest.warns(UserWarning, match=r"take 15\.6 GiB; .*\"diagonal\" takes 7\.8 MiB"):
             ISDALoss(2048, 1000)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            attach(model, covariance="diagonal")
+            ISDALoss(2048, 1000, covariance="diagonal")
             ISDALoss(640, 100)
 
 

@@ -1,5 +1,6 @@
 """A training that diverges through the quadratic term says so, and ``max_shift`` prevents it."""
 
+import copy
 import re
 
 import pytest
@@ -55,9 +56,10 @@ def test_a_loss_that_is_not_finite(covariance, reduction, device):
     error = error_of(criterion, weight(device, 1e20), device)
     strength, quadratic = map(float, MESSAGE.match(str(error)).groups())
     assert strength == 0.2  # λ₀ · 4/10
-    assert not quadratic < 1e37  # NaN is the difference of two infinite terms
+    assert quadratic > 1e37
     criterion.check()  # once
     criterion.state_dict()
+    copy.deepcopy(criterion)  # keeps no graph
 
 
 def test_options_that_have_no_kernel(device):
@@ -74,6 +76,20 @@ def test_cross_entropy_may_be_infinite(device):
     logits[:, 1] = -torch.inf
     assert criterion(features, weight(device, 1.0), target, logits=logits) == torch.inf
     criterion.check()
+
+
+def test_infinite_logits_are_not_blamed_on_the_weights(device):
+    criterion = ISDALoss(A, C, ramp="constant").to(device)
+    features, target = batch(device)
+    logits = torch.zeros(20, C, device=device)
+    logits[:, 1] = -torch.inf
+
+    def step() -> None:
+        criterion(features, weight(device, 1.0), target, logits=logits)
+        criterion.check()
+
+    with pytest.raises(FloatingPointError, match=r"at most .*: look for infinite logits"):
+        step()
 
 
 def test_compiled(device):

@@ -103,7 +103,7 @@ def mistakes() -> dict:
         "no layer": (lambda: attach(model, head=[]), "head must name at least one layer, got []"),
         "different heads": (
             lambda: attach(model, head=["head", "body"]),
-            "the layers of head are summed, so they must be of one type and have as many outputs",
+            "the layers of head are summed, so they must be of one type and have the same",
         ),
         "stride": (
             lambda: attach(m := nn.Sequential(nn.Conv2d(3, 4, 1, stride=2)), head=m[0]),
@@ -162,8 +162,10 @@ def test_swapped_arguments_of_the_criterion():
     x, target = torch.randn(3, 4), torch.tensor([0, 1, 2])
     with pytest.raises(ValueError, match=r"got torch\.int64; the order .* criterion\(logits, targ"):
         criterion(target, model(x))
-    with pytest.raises(ValueError, match="target must be a tensor, got list"):
+    with pytest.raises(TypeError, match="target must be a tensor, got list"):
         criterion(model(x), [0, 1, 2])
+    with pytest.raises(TypeError, match="covariance_index must be a tensor, got list"):
+        criterion(model(x), target, covariance_index=[0, 1, 2])
 
 
 def test_data_parallel_is_refused():

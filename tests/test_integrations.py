@@ -329,7 +329,13 @@ RANKS = (("WORLD_SIZE", "1"), ("RANK", "0"))
 
 
 def train_lightning(
-    folder: Path, *, epochs: int = 2, resume: str | None = None, rank_batch: int = 4, **options: Any
+    folder: Path,
+    *,
+    epochs: int = 2,
+    resume: str | None = None,
+    rank_batch: int = 4,
+    fits: tuple[int, ...] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     import lightning as lightning_package
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -361,27 +367,28 @@ def train_lightning(
         torch.randn(24, 3, generator=generator), torch.randint(C, (24,), generator=generator)
     )
     extra = options.pop("callbacks", [])
-    trainer = lightning_package.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=CSVLogger(folder),
-        log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            *extra,
-            module.criterion,
-            ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_top_k=-1),
-        ],
-        **options,
-    )
+    options = {"log_every_n_steps": 1, **options}
     world, rank = (int(os.environ.get(name, value)) for name, value in RANKS)
     part = torch.utils.data.Subset(data, range(rank, len(data), world))  # same batches together
     loader = DataLoader(part, rank_batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module, loader, loader, ckpt_path=resume)
+    for number in fits or (epochs,):
+        trainer = lightning_package.Trainer(
+            max_epochs=number,
+            accelerator="cpu",
+            default_root_dir=folder,
+            logger=CSVLogger(folder),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[
+                *extra,
+                module.criterion,
+                ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_top_k=-1),
+            ],
+            **options,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(module, loader, loader, ckpt_path=resume)
     return {
         "weights": [p.detach() for p in module.parameters()],
         "names": list(module.state_dict()),
@@ -414,6 +421,18 @@ def test_lightning_accumulation(tmp_path):
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 12
     ours = train_lightning(tmp_path / "steps", max_steps=3, accumulate_grad_batches=4)
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 10
+    # without a number of epochs, the Trainer estimates before it knows the number of batches
+    options = {"epochs": -1, "max_steps": 3, "accumulate_grad_batches": 8, "log_every_n_steps": 0}
+    ours = train_lightning(tmp_path / "open", **options)
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 18
+
+
+def test_lightning_fits_twice(tmp_path):
+    """Each fit has a ramp of its own; the statistics go on."""
+    pytest.importorskip("lightning")
+    ours = train_lightning(tmp_path, epochs=1, fits=(1, 3))
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 18
+    assert ours["state"]["criterion.estimator.count"].sum() == 4 * 24
 
 
 def test_lightning_weight_averaging_leaves_the_statistics(tmp_path):
@@ -481,7 +500,7 @@ def test_lightning_refusals(tmp_path):
         accelerator="cpu", logger=False, default_root_dir=tmp_path, max_epochs=-1
     )
     with pytest.raises(ValueError, match=r"the Trainer estimates inf steps: set max_steps"):
-        callback.on_fit_start(infinite, module)
+        callback.on_train_start(infinite, module)
 
 
 # timm

@@ -179,7 +179,7 @@ def test_resized_logits(dimensions, mode, align_corners, device):
     criterion = check(
         Then(head, resize), head, x, target, rows, target.flatten(), device, ignore_index=255
     )
-    assert criterion._resizing == (mode, align_corners)
+    assert [*criterion._resizing.values()] == [(mode, align_corners)]
 
 
 def test_resized_logits_of_a_linear_layer_on_maps(device):
@@ -245,14 +245,14 @@ def test_segmentation_models_of_torchvision(name, device):
     target = torch.randint(C, (2, 64, 64), device=device)
     target[:, :8] = 255
     outputs = model(images)
-    with pytest.raises(ValueError, match=r'got OrderedDict; .* segmentation model as \["out"\]'):
+    with pytest.raises(TypeError, match=r'got OrderedDict; .* segmentation model as \["out"\]'):
         criteria["out"](outputs, target)
     for key, criterion in criteria.items():
         loss = criterion(outputs[key], target)
         plain = F.cross_entropy(outputs[key], target, ignore_index=255)
         assert loss > plain
         assert criterion.estimator.count.sum() == 2 * 56 * 64
-        assert criterion._resizing == ("bilinear", False)
+        assert [*criterion._resizing.values()] == [("bilinear", False)]
     loss.backward()
 
 
@@ -313,13 +313,16 @@ def test_shapes_that_do_not_fit(shape, logits, target, message, device):
 
 
 def test_resized_logits_in_a_compiled_criterion(device):
-    """Bilinear resizing is assumed, and any other is reported; after one eager call it is known."""
+    """It needs one eager call, which finds out how the logits are resized."""
     head = nn.Conv2d(A, C, 1).to(device)
     x, target = torch.randn(2, A, 3, 4, device=device), torch.randint(C, (2, 6, 8), device=device)
     nearest = Then(head, lambda maps: F.interpolate(maps, (6, 8)))
     criterion = attach(nearest, **OPTIONS)
-    criterion(nearest(x), target)
     compiled = torch.compile(criterion, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="must see a batch of resized logits before it is compiled"):
+        compiled(nearest(x), target)
+    torch.compiler.reset()
+    criterion(nearest(x), target)
     assert compiled(nearest(x), target).isfinite()
     criterion.check()
 
@@ -333,3 +336,49 @@ def test_multi_label_tokens(device):
     labels = torch.randint(2, (N, 7, C), device=device).float()
     rows = explicit(x.flatten(0, 1), head.weight, labels.flatten(0, 1), bias=head.bias)
     torch.testing.assert_close(criterion(head(x), labels), rows)
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "nearest-exact", "bicubic"])
+def test_the_resizing_may_be_unknown_at_first(mode, device):
+    """A weight of zeros fits every mode, a map of one pixel most: the next batch decides."""
+    head = nn.Conv2d(A, C, 1).to(device)
+    model = Then(head, lambda maps: F.interpolate(maps, (7, 9), mode=mode))
+    criterion, target = attach(model, **OPTIONS), torch.randint(C, (2, 7, 9), device=device)
+    nn.init.zeros_(head.weight)
+    criterion(model(torch.randn(2, A, 3, 4, device=device)), target)
+    assert not criterion._resizing
+    nn.init.normal_(head.weight)
+    for size in ((1, 1), (3, 4), (5, 3), (3, 4)):
+        assert criterion(model(torch.randn(2, A, *size, device=device)), target).isfinite()
+        criterion.check()
+
+
+def test_a_kind_of_resizing_that_changes(device):
+    """It is found again on a CPU; a GPU, which does not search in every step, reports it."""
+    head = nn.Conv2d(A, C, 1).to(device)
+    mode = ["bilinear"]
+    model = Then(head, lambda maps: F.interpolate(maps, (7, 9), mode=mode[0]))
+    criterion, target = attach(model, **OPTIONS), torch.randint(C, (2, 7, 9), device=device)
+    x = torch.randn(2, A, 3, 4, device=device)
+    criterion(model(x), target)
+    mode[0] = "nearest"
+    criterion(model(x), target)
+    if device.type == "cpu":
+        assert [*criterion._resizing.values()] == [("nearest", None)]
+        criterion.check()
+    else:
+        with pytest.raises(ValueError, match="logits must be the output of the attached layer"):
+            criterion.check()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_as_many_classes_as_tokens_in_eval_mode(trained, device):
+    """The order of the layer is (N, L, C), unless training has shown another one."""
+    head = nn.Linear(A, C).to(device)
+    x, target = torch.randn(N, C, A, device=device), torch.randint(C, (N, C), device=device)
+    criterion = attach(head, **OPTIONS)
+    if trained:
+        criterion(head(x), target)
+    head.eval()
+    logits = head(x)
+    torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits.mT, target))

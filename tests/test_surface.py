@@ -498,3 +498,36 @@ def test_sharing_an_estimator(device):
     x = inputs(device)
     losses = [criterion(x.features, x.weight, x.target) for criterion in (first, second)]
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+
+
+def test_options_of_an_attached_criterion_can_be_changed(device):
+    model = nn.Linear(A, C).to(device)
+    criterion = isda.attach(model, lambda_0=0.5, total_steps=10)
+    criterion.lambda_0, criterion.frozen, criterion.total_steps = 2.0, True, 4.0
+    x = inputs(device)
+    criterion(model(x.features), x.target)
+    assert (criterion.criterion.lambda_0, criterion.criterion.frozen) == (2.0, True)
+    assert not criterion.estimator.count.any()
+    assert criterion.strength == 0.5  # one of four steps
+    assert criterion.criterion.total_steps == 4
+    for name, value in (("lambda_0", -1.0), ("total_steps", 0), ("total_steps", "10")):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            setattr(criterion, name, value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lambda_0": "0.5"}, {"lambda_0": None}, {"total_steps": "9"}, {"label_smoothing": "a"},
+     {"max_shift": "1"}],
+)  # fmt: skip
+def test_options_of_a_wrong_type(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} must be .*, got "):
+        ISDALoss(A, C, **options)
+
+
+def test_attach_with_a_criterion_and_default_options():
+    model = nn.Linear(A, C)
+    isda.attach(model, ISDALoss(A, C), ignore_index=int("-100"), lambda_0=float("0.5"))
+    with pytest.raises(ValueError, match="ignore_index must be set on the criterion"):
+        isda.attach(model, ISDALoss(A, C), ignore_index=-1)

@@ -110,7 +110,12 @@ def attach(
     else:
         require_criterion(criterion)
         defaults: dict[str, Any] = attach.__kwdefaults__  # type: ignore[assignment]
-        changed = [name for name, value in options.items() if value is not defaults[name]]
+        changed = [
+            name
+            for name, value in options.items()
+            if value is not defaults[name]
+            and (isinstance(value, Tensor) or value != defaults[name])
+        ]
         if changed:
             raise ValueError(
                 f"{', '.join(changed)} must be set on the criterion that is passed, not on attach"
@@ -134,7 +139,7 @@ class AttachedLoss(nn.Module):
         self.register_buffer("mismatch", torch.zeros((), dtype=torch.bool), persistent=False)
         self._captures = [Capture() for _ in heads]
         self._warned = False
-        self._resizing: Resizing | None = None
+        self._resizing: dict[tuple[torch.Size, torch.Size], Resizing] = {}  # by sizes
         self._classes_last: bool | None = None
         self.heads = tuple(heads)  # a tuple, so that they are no submodules of the criterion
         self._handles = [
@@ -156,9 +161,11 @@ class AttachedLoss(nn.Module):
             logits (N, C), target (N,) or (N, C). Tokens: logits (N, C, L) or (N, L, C). Maps:
             logits (N, C, H, W), of the resolution of the layer or resized.
         """
+        index = options.get("covariance_index")
         tensors = isinstance(logits, Tensor) and isinstance(target, Tensor)
-        if not tensors or not logits.is_floating_point():
-            raise ValueError(_argument_message(logits, target))
+        if not tensors or not logits.is_floating_point() or not isinstance(index, Tensor | None):
+            self._refuse()
+            raise _argument_error(logits, target, index)
         features, training = [], self.training
         for head, capture in zip(self.heads, self._captures, strict=True):
             training = training and head.training
@@ -171,7 +178,10 @@ class AttachedLoss(nn.Module):
                 self._warned = True
                 warnings.warn(_EVAL_MODE, stacklevel=2)
             evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
-            logits, target = classes_second(logits, target, len(weight), self._classes_last)
+            last = self._classes_last
+            if last is None:  # as the layer gives them
+                last = isinstance(self.heads[0], nn.Linear) and self._captures[0].has_tokens
+            logits, target = classes_second(logits, target, len(weight), classes_last=last)
             value: Tensor = evaluate(logits, target)
             return value
         bias: Tensor | None = self.heads[0].bias  # type: ignore[assignment]
@@ -182,11 +192,10 @@ class AttachedLoss(nn.Module):
         try:
             rows = self._require_pair(features, logits, target, weight, bias)
         except ValueError:
-            if hasattr(self.criterion, "refuse"):
-                self.criterion.refuse()  # type: ignore[operator]
+            self._refuse()
             raise
-        if options.get("covariance_index") is not None:
-            options["covariance_index"] = options["covariance_index"].flatten()
+        if index is not None:
+            options["covariance_index"] = index.flatten()
         loss = self.criterion(
             rows.features, weight, rows.target, bias=bias, logits=rows.logits, **options
         )
@@ -212,8 +221,28 @@ class AttachedLoss(nn.Module):
 
     @total_steps.setter
     def total_steps(self, total_steps: int | None) -> None:
-        checks.require_ramp(0.0, total_steps, "linear")
         self.criterion.total_steps = total_steps  # type: ignore[assignment]
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the statistics are used without updating them; can be changed at any time."""
+        frozen: bool = self.criterion.frozen  # type: ignore[assignment]
+        return frozen
+
+    @frozen.setter
+    def frozen(self, frozen: bool) -> None:
+        self.criterion.frozen = frozen  # type: ignore[assignment]
+
+    @property
+    def lambda_0(self) -> float:
+        """Final strength λ₀ of the augmentation; can be changed at any time."""
+        lambda_0: float = self.criterion.lambda_0  # type: ignore[assignment]
+        return lambda_0
+
+    @lambda_0.setter
+    def lambda_0(self, lambda_0: float) -> None:
+        checks.require_ramp(lambda_0, None, "linear")
+        self.criterion.lambda_0 = lambda_0  # type: ignore[assignment]
 
     def gather_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight (C, A) and bias (C,) of the final layer, or of several together."""
@@ -263,6 +292,11 @@ class AttachedLoss(nn.Module):
         for handle in self._handles:
             weakref.finalize(self, handle.remove).atexit = False
 
+    def _refuse(self) -> None:
+        """Make the other ranks raise, too, instead of waiting for this one."""
+        if self.training and hasattr(self.criterion, "refuse"):
+            self.criterion.refuse()  # type: ignore[operator]
+
     def _require_pair(
         self,
         captured: list[Tensor | None],
@@ -292,6 +326,7 @@ class AttachedLoss(nn.Module):
             ) from None
         if self.mismatch.device != features.device:
             self.to(features.device)  # the model was moved after attach
+        sizes = features.shape[1:], logits.shape[1:]
         if features.dim() == 2 and logits.shape == (len(features), len(weight)):
             rows = Rows(features, logits, target, torch.Size((len(logits),)), None, None)
         else:
@@ -302,31 +337,36 @@ class AttachedLoss(nn.Module):
                 weight,
                 bias,
                 channels_last=channels_last,
-                resizing=self._resizing,
+                resizing=self._resizing.get(sizes),
             )
-            self._resizing = rows.resizing or self._resizing
+            if rows.resizing is not None:
+                self._resizing[sizes] = rows.resizing
             if rows.classes_last is not None:
                 self._classes_last = rows.classes_last
         at_once = checks.known_on_host(features)
         differ = checks.logits_differ(rows.features, weight, bias, rows.logits, at_once=at_once)
         if at_once:
-            if differ:
+            if not differ:
+                return rows
+            if self._resizing.pop(sizes, None) is None:
                 raise ValueError(checks.MISMATCH)
-            return rows
+            return self._require_pair(captured, logits, target, weight, bias)  # search once more
         self.mismatch.logical_or_(differ)
         return rows._replace(features=torch.where(differ, torch.nan, rows.features))
 
 
-def _argument_message(logits: Any, target: Any) -> str:
-    """The error for arguments that are no tensors, or that are swapped."""
+def _argument_error(logits: Any, target: Any, covariance_index: Any) -> Exception:
+    """The error for arguments that are not tensors, or that are swapped."""
     if not isinstance(logits, Tensor):
-        return (
+        return TypeError(
             f"logits must be a tensor, got {type(logits).__name__}; the output of a Hugging Face "
             'model has them as .logits, that of a torchvision segmentation model as ["out"]'
         )
     if not isinstance(target, Tensor):
-        return f"target must be a tensor, got {type(target).__name__}"
-    return (
-        f"logits must be floating point, got {logits.dtype}; the order of the arguments is "
-        "criterion(logits, target)"
-    )
+        return TypeError(f"target must be a tensor, got {type(target).__name__}")
+    if not logits.is_floating_point():
+        return ValueError(
+            f"logits must be floating point, got {logits.dtype}; the order of the arguments is "
+            "criterion(logits, target)"
+        )
+    return TypeError(f"covariance_index must be a tensor, got {type(covariance_index).__name__}")

@@ -17,8 +17,8 @@ _MISSING = {
     ),
     "used": (
         "its last pass was used already, and each call of the criterion needs a pass of its own. "
-        "For a second loss of the same pass, attach a second criterion; logits of a copy of the "
-        "model do not count"
+        "For a second loss of the same pass, attach a second criterion. If the layer was replaced "
+        "after attach, attach again; logits of a copy of the model do not count"
     ),
     "eval": "its last pass was in eval mode. Call model.train() before the pass, not after it",
     "removed": "remove() was called, so nothing is captured any more. Attach a new criterion",
@@ -31,6 +31,7 @@ class Capture:
     def __init__(self) -> None:
         self.features: Tensor | None = None
         self.missing = "never"  # why there are no features
+        self.has_tokens = False  # whether the last input had more than two dimensions
 
     def __call__(
         self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
@@ -42,10 +43,11 @@ class Capture:
                 "an attached model cannot run in nn.DataParallel, whose copies hold parts of a "
                 "batch: use DistributedDataParallel, or a single device"
             )
+        features = (*inputs, *named.values())[0]
+        self.has_tokens = features.dim() > 2
         if not module.training:
             self.features, self.missing = None, "eval"
             return
-        features = (*inputs, *named.values())[0]
         if distributed.is_sharded(features):
             raise ValueError(
                 "the input of the attached layer must be a plain tensor, got a DTensor: gather "
@@ -74,7 +76,8 @@ class Capture:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"features": None, "missing": "never"}  # a copy of the model starts empty
+        # a copy of the model starts empty
+        return {"features": None, "missing": "never", "has_tokens": False}
 
 
 def _in_backward() -> bool:

@@ -50,7 +50,7 @@ class Criterion(nn.Module):
         self.num_features = num_features
         self.num_classes = num_classes
         self.lambda_0 = lambda_0
-        self.total_steps = None if total_steps is None else int(total_steps)
+        self._total_steps = None if total_steps is None else int(total_steps)
         self.ramp = ramp
         self.reduction: Reduction = reduction
         self.max_shift = max_shift
@@ -59,6 +59,16 @@ class Criterion(nn.Module):
         self.process_group = process_group
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number T of steps of the whole training; can be set before the first step."""
+        return self._total_steps
+
+    @total_steps.setter
+    def total_steps(self, total_steps: int | None) -> None:
+        checks.require_total_steps(total_steps)
+        self._total_steps = None if total_steps is None else int(total_steps)
 
     @property
     def strength(self) -> float:
@@ -95,9 +105,9 @@ class Criterion(nn.Module):
         )
 
     def _require_total_steps(self) -> int:
-        if self.total_steps is None:
+        if self._total_steps is None:
             raise ValueError("total_steps must be given to the criterion, or progress to each call")
-        return self.total_steps
+        return self._total_steps
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any

@@ -59,14 +59,14 @@ def require_heads(model: nn.Module, head: Head | Sequence[Head] | None) -> tuple
         raise ValueError(f"head must name at least one layer, got {head!r}")
     if len({_num_outputs(each) for each in heads}) > 1 or len({*map(type, heads)}) > 1:
         raise ValueError(
-            "the layers of head are summed, so they must be of one type and have as many outputs, "
-            f"got {', '.join(map(str, heads))}"
+            "the layers of head are summed, so they must be of one type and have the same number "
+            f"of outputs, got {', '.join(map(str, heads))}"
         )
     return heads
 
 
 def require_model(model: Any) -> None:
-    """Raise ValueError for what is no trainable model."""
+    """Raise ValueError if a criterion cannot be attached to it."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     if next(model.parameters(), None) is None:
@@ -76,8 +76,8 @@ def require_model(model: Any) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
-            "model must be a Python module, got the output of torch.jit.script or trace, whose "
-            "layers take no hook: attach to the original model"
+            "model must be a Python module, got the output of torch.jit.script or trace, "
+            "which does not support hooks: attach to the original model"
         )
 
 
@@ -122,6 +122,11 @@ def _require_head(model: nn.Module, head: Head) -> nn.Module:
         raise ValueError(f"head must be {_KINDS}, got {layer}")
     if isinstance(layer.weight, UninitializedParameter):
         raise ValueError(f"head must have a weight, got {layer}: run one batch through the model")
+    if layer.weight.is_meta:
+        raise ValueError(
+            "head must have a weight with values, got one on the meta device: attach after "
+            "to_empty() and the initialisation"
+        )
     return layer
 
 

@@ -296,7 +296,7 @@ class ISDALoss(Criterion):
         self, batch: "_Batch", target: Tensor, progress: float | Tensor | None, update: bool
     ) -> tuple["_Batch", Tensor, float | Tensor]:
         """The batch (all of it skipped if it is bad), the factor of the summed losses, and λ."""
-        if self.total_steps is None and self.ramp == "linear" and progress is None:
+        if self._total_steps is None and self.ramp == "linear" and progress is None:
             self._require_total_steps()
         on_device = (
             isinstance(progress, Tensor)
@@ -309,7 +309,7 @@ class ISDALoss(Criterion):
             self.problem,
             batch.index,
             self.lambda_0,
-            self.total_steps or 1,
+            self._total_steps or 1,
             batch.world_size,
             self.reduction == "mean",
             progress if on_device else None,
@@ -369,10 +369,11 @@ class ISDALoss(Criterion):
         if not isinstance(strength, Tensor):
             strength = torch.full((), strength, device=loss.device)
         if loss.device.type != "cpu" or world_size > 1 or torch.compiler.is_compiling():
-            largest = strength if strength.numel() == 1 else strength.max()
-            ops.watch(self.problem, self.overflow, loss.detach(), quadratic.detach(), largest)
-        elif not loss.isfinite().all() and (largest := strength.max()) > 0:
-            self.overflow.copy_(torch.stack([largest, quadratic.max()]))
+            strength = strength.detach()
+            ops.watch(self.problem, self.overflow, loss.detach(), quadratic.detach(), strength)
+        elif not loss.isfinite().all() and strength > 0:
+            largest = quadratic.detach().nan_to_num(nan=torch.inf).max()
+            self.overflow.copy_(torch.stack([strength.detach().reshape(()), largest]))
             raise self._error(OVERFLOW)
 
     def _error(self, problem: int) -> Exception:

@@ -190,13 +190,13 @@ class ISDABCEWithLogitsLoss(Criterion):
         self, loss: Tensor, quadratic: Tensor, strength: float | Tensor, world_size: int
     ) -> None:
         """Raise on all ranks if the loss of one is not finite at λ > 0."""
-        bad = bool(not loss.isfinite().all() and torch.as_tensor(strength).max() > 0)
+        bad = bool(not loss.isfinite().all() and strength > 0)
         problem = checks.OVERFLOW if bad else 0
         if world_size > 1:
             _, problem = distributed.agree(0, problem, self.process_group)
         if bad:
-            value = float(torch.as_tensor(strength).max())
-            raise FloatingPointError(checks.overflow_message(value, float(quadratic.max())))
+            largest = float(quadratic.nan_to_num(nan=torch.inf).max())
+            raise FloatingPointError(checks.overflow_message(float(strength), largest))
         if problem:
             raise ValueError(checks.problem_message(problem, self.num_classes, -100))
 

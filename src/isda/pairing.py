@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     logits: Tensor  # (M, C)
     target: Tensor  # (M,) or (M, C)
     positions: torch.Size  # shape of the batch before, without classes
-    resizing: Resizing | None
+    resizing: Resizing | None  # None if there is none, or if several fit
     classes_last: bool | None  # None if unknown
 
 
@@ -57,7 +57,7 @@ def pair_rows(
         weight: of the final layer.
         bias: of the final layer.
         channels_last: whether the features are in the last dimension, as for ``nn.Linear``.
-        resizing: of the last batch, if its logits were resized.
+        resizing: of earlier batches of the same sizes.
 
     Shape:
         features (N, A), (N, ..., A) with channels_last or else (N, A, ...); weight (C, A), bias
@@ -86,10 +86,11 @@ def pair_rows(
         features = _pick(maps.flatten(2).mT, logits, weight, bias)
         positions = torch.Size((batch,))
     elif inner and logits.dim() == maps.dim() and logits.shape[:2] == second[:2]:
-        if resizing is None:
-            resizing = _find_resizing(maps, logits, weight, bias)
+        found = resizing
+        if found is None:
+            found, resizing = _find_resizing(maps, logits, weight, bias)
         positions = torch.Size((batch, *logits.shape[2:]))
-        features = flatten(resizing(maps, logits.shape[2:]))
+        features = flatten(found(maps, logits.shape[2:]))
         logits = flatten(logits)
     else:
         raise ValueError(_shape_message(maps, logits, num_classes, second))
@@ -108,7 +109,7 @@ def pair_rows(
 
 
 def classes_second(
-    logits: Tensor, target: Tensor, num_classes: int, classes_last: bool | None
+    logits: Tensor, target: Tensor, num_classes: int, *, classes_last: bool
 ) -> tuple[Tensor, Tensor]:
     """Logits (N, ..., C) and their class probabilities in torch's order (N, C, ...).
 
@@ -116,7 +117,7 @@ def classes_second(
         logits: in either order.
         target: class indices, or class probabilities in the order of the logits.
         num_classes: number C of classes.
-        classes_last: the order in training, which decides where the shapes allow both.
+        classes_last: the order where the shapes allow both.
     """
     if logits.dim() < 3 or logits.shape[-1] != num_classes:
         return logits, target
@@ -129,7 +130,7 @@ def classes_second(
 def _token_rows(
     features: Tensor, logits: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, bool | None]:
-    """Rows of logits (N, ..., C), of their target, and whether the classes were last indeed.
+    """Rows of logits (N, ..., C), rows of their target, and whether the classes are really last.
 
     With as many classes as tokens, the values tell the order from torch's (N, C, ...).
     """
@@ -164,11 +165,19 @@ def _pick(sequence: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None)
     return sequence.gather(1, index)[:, 0]
 
 
-def _find_resizing(maps: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None) -> Resizing:
+def _find_resizing(
+    maps: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Resizing, Resizing | None]:
     """The resizing that turns the layer's output into the logits; synchronises with a GPU.
 
-    The layer is linear, so that resized features give resized logits.
+    The layer is linear, so that resized features give resized logits. The second result is None if
+    others fit as well but resize the features differently, such as for a weight of zeros.
     """
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "the criterion must see a batch of resized logits before it is compiled: call it once "
+            "without torch.compile"
+        )
     smooth = {3: ["linear"], 4: ["bilinear", "bicubic"], 5: ["trilinear"]}.get(maps.dim())
     if smooth is None:
         raise ValueError(
@@ -177,13 +186,18 @@ def _find_resizing(maps: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | 
         )
     candidates = [Resizing(mode, corners) for mode in smooth for corners in (False, True)]
     candidates += [Resizing(mode, None) for mode in ("nearest", "nearest-exact")]
-    if torch.compiler.is_compiling():
-        return candidates[0]
     outputs = _linear(maps.detach().movedim(1, -1), weight.detach(), bias).movedim(-1, 1)
     errors = torch.stack(
         [(each(outputs, logits.shape[2:]) - logits.detach()).square().mean() for each in candidates]
     )
-    return candidates[int(errors.argmin())]
+    found = candidates[int(errors.argmin())]
+    size, resized = logits.shape[2:], found(maps.detach(), logits.shape[2:])
+    limit = 4 * errors.min() + 1e-8 * logits.detach().square().mean()
+    others = [
+        each for each, fits in zip(candidates, (errors <= limit).tolist(), strict=True) if fits
+    ]
+    alike = [torch.allclose(each(maps.detach(), size), resized, atol=1e-5) for each in others]
+    return found, found if all(alike) else None
 
 
 def _shape_message(

@@ -29,7 +29,8 @@ __all__ = ["ISDACallback"]
 class ISDACallback(Callback):
     """A criterion that is called with ``(logits, target)``, and a callback of the Trainer.
 
-    * ``total_steps`` comes from ``trainer.estimated_stepping_batches``, unless it is set.
+    * ``total_steps`` comes from ``trainer.estimated_stepping_batches``, unless it is set. Every
+      ``fit`` that starts at its first step has a ramp of λ of its own.
     * ``isda/strength`` (λ) and ``isda/quadratic`` (mean of the quadratic term over the classes and
       the samples of a batch) are logged.
     * The state is part of the Trainer's checkpoints. A checkpoint without it raises, because λ and
@@ -46,6 +47,7 @@ class ISDACallback(Callback):
         require_isda(criterion)
         self.criterion = criterion
         self._is_set_up = False
+        self._is_given = criterion.total_steps is not None
         self._strength: float | Tensor | None = None
         self._target: Tensor | None = None
 
@@ -88,9 +90,12 @@ class ISDACallback(Callback):
                 'writes: use covariance="full" or "diagonal"'
             )
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.criterion.total_steps is not None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # not on_fit_start, where the number of batches is not known yet
+        if self._is_given:
             return
+        if trainer.global_step == 0:
+            self.criterion.criterion.step.zero_()  # type: ignore[operator]
         updates = trainer.estimated_stepping_batches
         if not math.isfinite(updates) or updates < 1:
             raise ValueError(
@@ -109,7 +114,7 @@ class ISDACallback(Callback):
             return
         target, self._target = self._target, None
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if trainer.global_step % every:
+        if not every or trainer.global_step % every:
             return
         pl_module.log("isda/strength", self._strength)
         cross_entropy = isinstance(self.criterion.criterion, ISDALoss)

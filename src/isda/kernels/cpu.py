@@ -99,7 +99,8 @@ def watch(
     if not quadratic.numel():
         return
     bad = (problem == 0) & (strength > 0).all() & ~loss.isfinite().all()
-    found = torch.stack([strength.reshape(()), quadratic.max()]).to(overflow.dtype)
+    largest = quadratic.nan_to_num(nan=torch.inf).max()  # NaN: the difference of infinite terms
+    found = torch.stack([strength.reshape(()), largest]).to(overflow.dtype)
     overflow.copy_(torch.where(bad, found, overflow))
     problem.masked_fill_(bad, OVERFLOW)
 

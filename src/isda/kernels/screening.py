@@ -167,7 +167,8 @@ def _watch(  # type: ignore[no-untyped-def]
         for first in range(0, num_terms, block):
             position = (first + tl.arange(0, block)).to(tl.int64)
             term = tl.load(quadratic + position, mask=position < num_terms, other=0.0)
-            largest = tl.maximum(largest, term.to(tl.float32))
+            term = tl.where(term == term, term.to(tl.float32), float("inf"))
+            largest = tl.maximum(largest, term)
         tl.store(overflow, value)
         tl.store(overflow + 1, tl.max(largest))
         tl.store(problem, code)
