@@ -32,6 +32,7 @@ from isda.experiments.recipes import RECIPES
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training import run_images
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.optimizer import optimizer_state
 from isda.experiments.training.side_by_side import SideBySide
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
@@ -260,7 +261,7 @@ def test_a_lane_equals_a_plain_loop(name: str, data: ImageArrays, device: torch.
             ):
                 torch.testing.assert_close(value, other, rtol=1e-3, atol=2e-4, msg=key)
         if recipe.momentum:
-            for value, other in zip(lane._momentum(), plain.velocity, strict=True):
+            for value, other in zip(optimizer_state(lane.optimizer), plain.velocity, strict=True):
                 torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-3)
         error, nll, ece, top5_error = plain.evaluate()
         # one image at the decision boundary

@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 from isda import ISDALoss, distributed
-from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.predictions import save_predictions
@@ -35,13 +34,14 @@ from isda.experiments.training.failures import (
     together,
 )
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
+from isda.experiments.training.images import kept_images
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
-from isda.experiments.training.start import create_folders, finished_runs
+from isda.experiments.training.start import create_folders, finished_runs, require_weights
 
 __all__ = ["Plan", "train"]
 
@@ -119,20 +119,22 @@ class _Training:
         if self.options.resume and self.world == 1:
             self.runs |= finished_runs(self.plans, self.options)
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
+        require_weights([self.plans[number] for number in waiting], self.options)
         self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
-        for group, data in groups(self.plans, waiting, self.options, self.device):
+        self._images = locks.enter_context(kept_images())
+        for group in groups(self.plans, waiting, self.options, self.device, self._images):
             parts = [group]
             while parts:
                 part = [number for number in parts.pop(0) if number not in self.failures]
                 if self._width is not None and len(part) > self._width:
                     parts[:0] = [part[: self._width], part[self._width :]]
-                elif part and not self._train_part(part, data):
+                elif part and not self._train_part(part):
                     parts.insert(0, part)
 
-    def _train_part(self, part: list[int], data: ImageArrays | DecodedImages) -> bool:
+    def _train_part(self, part: list[int]) -> bool:
         """Train runs side by side; returns False to try again with fewer of them."""
         try:
-            self._train_group(part, data)
+            self._train_group(part)
             return True
         except (InputError, TimeUp):
             raise
@@ -157,14 +159,11 @@ class _Training:
                 self.failures.add(number, f"{folder}: {reason}")
         return True
 
-    def _lane(self, number: int, data: ImageArrays | DecodedImages) -> Lane:
-        plan = self.plans[number]
-        images = own_images(data, plan)
-        rank, world = self.rank, self.world
-        return Lane(plan.recipe, plan.seed, images, self.device, rank=rank, world=world)
-
-    def _train_group(self, group: list[int], data: ImageArrays | DecodedImages) -> None:
-        lanes = [self._lane(number, data) for number in group]
+    def _train_group(self, group: list[int]) -> None:
+        plans = [self.plans[number] for number in group]
+        data = self._images.get(plans[0].recipe, self.options, self.device)
+        options: Any = {"device": self.device, "rank": self.rank, "world": self.world}
+        lanes = [Lane(p.recipe, p.seed, own_images(data, p), **options) for p in plans]
         if self._begin is not None:
             with together():
                 if self.rank == 0:
@@ -290,7 +289,7 @@ def _metrics(
     loss, error, test_loss, calibration, top5_error = result
     return {
         "epoch": epoch,
-        "learning_rate": recipe.learning_rate_at(epoch),
+        "learning_rate": recipe.learning_rate_at(epoch) * recipe.warmup_at(epoch + 1),
         "strength": recipe.lambda_0 * recipe.progress_at(epoch),
         "train_loss": loss,
         "test_error": error,

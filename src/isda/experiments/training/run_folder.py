@@ -24,6 +24,7 @@ except ImportError:  # not on Windows
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.files import sync_folder, write_bytes, write_text, writing
 from isda.experiments.metrics_lines import require_metrics, sealed
+from isda.experiments.networks import LoadedWeights
 from isda.experiments.records import Run, read_recipe, require_name, summary
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training.environment import environment
@@ -52,10 +53,12 @@ class RunFolder(Run):
         *,
         device: torch.device | str = "cpu",
         resume: bool = False,
+        weights: LoadedWeights | None = None,
     ) -> Self:
         """Create the folder of a run below ``out``, or open the existing one with ``resume``.
 
-        Hold its lock, see :func:`locked`, if another process may train the same run.
+        Hold its lock, see :func:`locked`, if another process may train the same run. ``weights``
+        are the pretrained ones, which config.json names.
 
         Raises:
             InputError: the run exists and ``resume`` is off, or it has a different recipe.
@@ -68,6 +71,8 @@ class RunFolder(Run):
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
             config = {"name": name, "seed": seed, "recipe": recipe.as_dict()}
+            if weights is not None:
+                config["weights"] = weights.as_dict()
             _write_config(folder, {**config, "environments": [here]})
             return cls(folder)
         run = cls(folder)
