@@ -327,13 +327,16 @@ def test_batch_sizes_keep_the_partial_batch(data: ImageArrays, device: torch.dev
 EVERYTHING = replace(  # everything that may have state
     RECIPE, augment=("crop", "flip", "autoaugment", "cutout"), drop_rate=0.3, ema=0.9, ramp="step"
 )
+FINE_TUNING = replace(
+    RECIPE, optimizer="adamw", nesterov=False, warmup=2, head_rate=5.0, decay_all=False
+)
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "recipe",
-    [RECIPE, EVERYTHING, replace(RECIPE.baseline(), momentum=0.0, nesterov=False)],
-    ids=["isda", "everything", "no momentum"],
+    [RECIPE, EVERYTHING, replace(RECIPE.baseline(), momentum=0.0, nesterov=False), FINE_TUNING],
+    ids=["isda", "everything", "no momentum", "fine-tuning"],
 )
 def test_a_checkpoint_is_complete(recipe: Recipe, data: ImageArrays, device: torch.device) -> None:
     lane = Lane(recipe, 3, data, device)
@@ -354,7 +357,9 @@ def test_a_checkpoint_is_complete(recipe: Recipe, data: ImageArrays, device: tor
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("recipe", [RECIPE, EVERYTHING], ids=["isda", "everything"])
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, EVERYTHING, FINE_TUNING], ids=["isda", "everything", "fine-tuning"]
+)
 def test_tensors_are_all_that_a_step_changes(
     recipe: Recipe, data: ImageArrays, device: torch.device
 ) -> None:
@@ -624,12 +629,13 @@ class TestCaptured:
         RECIPE,
         replace(RECIPE.baseline(), precision="bf16", channels_last=True),
         EVERYTHING,
+        FINE_TUNING,
     )
 
     @pytest.mark.parametrize(
         "recipe",
         [*RECIPES, replace(RECIPE, batch_size=8)],
-        ids=["isda", "bf16 ce", "everything", "eight steps in a row"],
+        ids=["isda", "bf16 ce", "everything", "fine-tuning", "eight steps in a row"],
     )
     def test_equals_uncaptured(
         self, recipe: Recipe, data: ImageArrays, device: torch.device
@@ -647,7 +653,9 @@ class TestCaptured:
             assert [row[0] for row in alone] == [row[number] for row in results]
             assert_same_bits(values(lane), values(lanes[number]))
 
-    @pytest.mark.parametrize("recipe", RECIPES, ids=["isda", "bf16 ce", "everything"])
+    @pytest.mark.parametrize(
+        "recipe", RECIPES, ids=["isda", "bf16 ce", "everything", "fine-tuning"]
+    )
     def test_resume(self, recipe: Recipe, data: ImageArrays, device: torch.device) -> None:
         whole, first, second = (Lane(recipe, 1, data, device) for _ in range(3))
         expected = train([whole], 3, capture=True)

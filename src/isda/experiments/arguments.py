@@ -284,7 +284,7 @@ def parse_recipe(
 def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
     """The recipe to start from, and the defaults of the flags: that recipe with ``--method``."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--data", "--network", "--method", "--weights"):
+    for flag in ("--data", "--network", "--method", "--weights", "--device"):
         scan.add_argument(flag, nargs="?", default="")
     for flag in ("--pretrained", "--freeze"):
         scan.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
@@ -300,6 +300,8 @@ def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
             from isda.experiments.networks import own_image_size  # slow to import
 
             start = replace(start, image_size=own_image_size(found.network) or start.image_size)
+        if _on_gpu(found.device or "auto"):
+            start = replace(start, precision="bf16")
     else:
         start = get_recipe(DEFAULT)
     if found.method not in METHODS or found.method == "isda":
@@ -307,6 +309,12 @@ def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
     noise_rate = 0.05 if found.method == "disturb_label" else 0.0
     changed = replace(start.baseline(), method=found.method, noise_rate=noise_rate)
     return (start if name else changed), changed
+
+
+def _on_gpu(device: str) -> bool:
+    import torch  # slow to import
+
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
 def _fine_tuning(network: str, weights: str, *, freeze: bool) -> Recipe:

@@ -1,5 +1,6 @@
 """Features of images as a data set, for a head that is trained on a frozen network."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ def batched(
     A thread decodes the next batch of files meanwhile.
     """
     parts = [slice(first, first + batch_size) for first in range(0, number, batch_size)]
-    bar = tqdm(desc=label, total=number, unit="image", delay=1)
+    other = int(os.environ.get("RANK", 0)) > 0
+    bar = tqdm(desc=label, total=number, unit="image", delay=1, disable=other)
     results = []
     with bar:
         for batch in _ahead(images, parts):

@@ -41,7 +41,7 @@ class LoadedWeights:
     file: str
     sha256: str
     tensors: int  # number that was loaded
-    new: tuple[str, ...]  # names of the tensors that were not: none, or all of the head
+    new: tuple[str, ...]  # names of the tensors that were not, those of a new head
 
     def as_dict(self) -> dict[str, Any]:
         """Fields as JSON values."""
@@ -128,18 +128,17 @@ def load_tensors(
         tensors: tensors by name.
 
     Returns:
-        The names of the tensors that were not loaded, none or those of the head, and why nothing
-        was loaded; "" if it was.
+        The names of the tensors that were not loaded, those of a new head, and why nothing was
+        loaded; "" if it was.
     """
     own = model.state_dict()
     of_head = tuple(name for name in own if name.startswith(f"{head}."))
     fits = {name: name in tensors and tensors[name].shape == own[name].shape for name in own}
-    new = () if all(fits[name] for name in of_head) else of_head
-    wrong = [
-        name
-        for name in own
-        if not fits[name] and name not in of_head and not name.endswith("num_batches_tracked")
-    ]
+    new_head = () if all(fits[name] for name in of_head) else of_head
+    # counters, which do not change the network, are not in all files
+    counters = [name for name in own if name.endswith(".num_batches_tracked") and not fits[name]]
+    new = (*new_head, *counters)
+    wrong = [name for name in own if not fits[name] and name not in (*of_head, *counters)]
     missing = [name for name in wrong if name not in tensors]
     reshaped = [
         f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}"
@@ -158,7 +157,7 @@ def load_tensors(
         return (), "; ".join(reasons)
     with torch.no_grad():
         for name, value in own.items():
-            if fits[name] and name not in new:
+            if name not in new:
                 value.copy_(tensors[name])
     return new, ""
 

@@ -143,7 +143,7 @@ def preprocessing(name: str) -> Preprocessing:
         mean=tuple(found.mean),
         std=tuple(found.std),
         interpolation=found.interpolation,
-        test_crop=found.crop_pct,
+        test_crop=min(1.0, found.crop_pct),
     )
 
 

@@ -45,6 +45,7 @@ def create_optimizer(
             betas=(recipe.momentum, _BETA_2),
             weight_decay=recipe.weight_decay,
             fused=True,
+            capturable=learning_rate.is_cuda,
         )
         names = ["exp_avg", "exp_avg_sq"]
     for group in optimizer.param_groups:
