@@ -743,7 +743,7 @@ def test_models_of_ones_own_that_cannot_be_used(own_models: str) -> None:
         with pytest.raises(InputError, match=message):
             create_network(f"{own_models}:{function}", num_classes=7)
     changed = create_network(f"{own_models}:changed", num_classes=7)
-    with pytest.raises(InputError, match="must end in a linear layer: .* changes the logits"):
+    with pytest.raises(InputError, match=r"must end in a linear layer: .* changes the logits"):
         changed.check(images, changed(images))
     with pytest.raises(InputError, match="must take in_channels for images with 1 channels"):
         create_network(f"{own_models}:small", num_classes=7, in_channels=1)
@@ -756,9 +756,9 @@ def test_models_of_ones_own_that_cannot_be_used(own_models: str) -> None:
 def test_torchvision_models_that_cannot_be_used() -> None:
     with pytest.raises(InputError, match="unknown torchvision model 'resnet19'; did you mean"):
         create_network("torchvision:resnet19", num_classes=7)
-    with pytest.raises(InputError, match="torchvision:inception_v3 cannot be used: .*AuxLogits"):
+    with pytest.raises(InputError, match=r"torchvision:inception_v3 cannot be used: .*AuxLogits"):
         create_network("torchvision:inception_v3", num_classes=7)
-    with pytest.raises(InputError, match="torchvision:squeezenet1_0 must end in an nn.Linear"):
+    with pytest.raises(InputError, match=r"squeezenet1_0 must end in an nn\.Linear"):
         create_network("torchvision:squeezenet1_0", num_classes=7)
     with pytest.raises(InputError, match="in_channels of torchvision:resnet18 must be 3, got 1"):
         create_network("torchvision:resnet18", num_classes=7, in_channels=1)

@@ -72,8 +72,10 @@ class CacheFile:
             for left in self.path.parent.glob("*.new"):  # by a process that was killed
                 left.unlink(missing_ok=True)
             settings = self.path.name.rpartition("-")[0]
-            for stale in self.path.parent.glob(f"{settings}-*.bytes"):
-                stale.unlink(missing_ok=True)  # a process that has mapped it can go on
+            of_version_0_2 = "?" * 32 + ".bytes"  # without settings in the name
+            for pattern in (f"{settings}-*.bytes", of_version_0_2):
+                for stale in self.path.parent.glob(pattern):
+                    stale.unlink(missing_ok=True)  # a process that has mapped it can go on
             new = self.path.with_suffix(f".{secrets.token_hex(4)}.new")
             try:
                 with writing(self.path, temporary=new, keep=()), new.open("xb") as file:

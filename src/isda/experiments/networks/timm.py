@@ -135,9 +135,12 @@ def image_size(name: str) -> int | None:
 
 def preprocessing(name: str) -> Preprocessing:
     """How the images were prepared that a model was pretrained on."""
-    found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    try:
+        found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    except RuntimeError:  # the tag belongs to another model
+        found = None
     if found is None:
-        raise unknown("timm model", name, timm.list_models())
+        raise unknown("timm model", name, [*timm.list_models(), *timm.list_pretrained()])
     return Preprocessing(
         image_size=found.input_size[-1],
         mean=tuple(found.mean),

@@ -27,12 +27,7 @@ from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
-from isda.experiments.training.failures import (
-    Failures,
-    free_memory,
-    reason_of,
-    together,
-)
+from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.lane import Lane
@@ -350,6 +345,7 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
 
 
 def _load(lane: Lane, run: RunFolder) -> None:
+    run.record_weights(lane.network.weights)
     if run.load(lane.load_state_dict) is None:
         done = summary(run)
         if done.finished:  # an exported record has no checkpoint

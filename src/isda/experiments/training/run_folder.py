@@ -53,12 +53,10 @@ class RunFolder(Run):
         *,
         device: torch.device | str = "cpu",
         resume: bool = False,
-        weights: LoadedWeights | None = None,
     ) -> Self:
         """Create the folder of a run below ``out``, or open the existing one with ``resume``.
 
-        Hold its lock, see :func:`locked`, if another process may train the same run. ``weights``
-        are the pretrained ones, which config.json names.
+        Hold its lock, see :func:`locked`, if another process may train the same run.
 
         Raises:
             InputError: the run exists and ``resume`` is off, or it has a different recipe.
@@ -71,8 +69,6 @@ class RunFolder(Run):
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
             config = {"name": name, "seed": seed, "recipe": recipe.as_dict()}
-            if weights is not None:
-                config["weights"] = weights.as_dict()
             _write_config(folder, {**config, "environments": [here]})
             return cls(folder)
         run = cls(folder)
@@ -90,6 +86,12 @@ class RunFolder(Run):
             run.environments.append(here)
             _write_config(folder, {**run._config, "environments": run.environments})
         return run
+
+    def record_weights(self, weights: LoadedWeights | None) -> None:
+        """Record in config.json what the network was started from, unless it is there already."""
+        if weights is not None and "weights" not in self._config:
+            self._config["weights"] = weights.as_dict()
+            _write_config(self.folder, self._config)
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Append the metrics of an epoch and flush them to disk. Call it before ``save``."""

@@ -61,7 +61,6 @@ def create_folders(
             plans[number].seed,
             device=lane.device,
             resume=options.resume,
-            weights=lane.network.weights,
         )
         for number in waiting
     }
