@@ -1,5 +1,8 @@
 """Pretrained networks: files of weights, preparation of images, recipes, frozen networks."""
 
+import hashlib
+import re
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import v2
 
+from isda.experiments.cli import main
 from isda.experiments.data import decoding, folder_cache
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.features import FeatureArrays
@@ -23,6 +27,7 @@ from isda.experiments.networks import create_network, find_weights, own_preproce
 from isda.experiments.networks.pretrained import read_tensors
 from isda.experiments.plans import Planned, plan_compare, plan_train
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training import images as images_module
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.images import ImageStore
 from isda.experiments.training.lane import Lane
@@ -89,7 +94,7 @@ def test_the_backbone_is_that_of_the_file(network: str, num_classes: int, tmp_pa
     assert new == expected == set(found.weights.new)
     assert found.weights.tensors == len(tensors) - len(new)
     assert found.weights.file == str(path)
-    digest = __import__("hashlib").sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert found.weights.sha256 == digest
 
 
@@ -173,7 +178,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("short.safetensors").write_bytes(good.read_bytes()[:-100])
     assert "is not a file of tensors" in refusal(Path("short.safetensors"))
     Path("text.pth").write_text("hello")
-    assert "is not a file of tensors" in refusal(Path("text.pth"))
+    assert "it is neither safetensors, by its name, nor a torch" in refusal(Path("text.pth"))
     torch.save([1, 2], "list.pth")
     assert "must hold the tensors of a network by name" in refusal(Path("list.pth"))
     message = refusal(good, VIT)
@@ -456,19 +461,18 @@ def test_the_head_is_trained_on_the_features(photos: Path, tmp_path: Path) -> No
     assert lane.results[0].item() == pytest.approx(error.item(), abs=1e-3)
 
 
-def test_a_backbone_that_has_changed_is_refused(photos: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["whole", "frozen"])
+def test_weights_that_have_changed_are_refused(kind: str, photos: Path, tmp_path: Path) -> None:
     weights = weights_of(RESNET, tmp_path)
-    plan = Plan("photos", frozen(photos, weights), 0)
+    plan = Plan("photos", (fine_tuned if kind == "whole" else frozen)(photos, weights), 0)
     options = Options(device="cpu", out=tmp_path / "runs")
     train([plan], options, progress=False)
     save_file(model_of(RESNET, seed=1).state_dict(), weights)
-    with pytest.raises(RunError, match="the pretrained weights have changed since the checkpoint"):
+    with pytest.raises(RunError, match=r"photos.0 was started from weights .*: restore the file"):
         train([plan], options.resuming(), progress=False)
 
 
 def test_unreadable_images_of_a_frozen_network(photos: Path, tmp_path: Path) -> None:
-    import shutil
-
     folder = shutil.copytree(photos, tmp_path / "photos")
     (folder / "train" / "cat" / "bad.png").write_text("hello")
     recipe = frozen(folder, weights_of(RESNET, tmp_path))
@@ -499,3 +503,61 @@ def test_images_that_do_not_fit_are_refused_before_there_are_folders(
     with pytest.raises(InputError, match="timm:test_vit does not accept 30 x 30 images"):
         train([Plan("a", recipe, 0)], Options(device="cpu", out=tmp_path / "runs"), progress=False)
     assert not (tmp_path / "runs").exists()
+
+
+# Commands
+
+
+def words(photos: Path, weights: Path, *more: str) -> list[str]:
+    return ["--data", f"imagefolder:{photos}", "--network", RESNET, "--weights", str(weights),
+            "--device", "cpu", "--epochs", "2", "--batch-size", "8", "--image-size", "32",
+            *more]  # fmt: skip
+
+
+def test_the_page_says_what_was_used(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, out = weights_of(RESNET, tmp_path), tmp_path / "runs"
+    given = words(photos, weights, "--freeze", "--seeds", "0", "1", "--out", str(out))
+    assert main(["compare", *given]) == 0, capsys.readouterr().err
+    (page,) = out.glob("*.html")
+    text = page.read_text()
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
+    assert f"{weights} (SHA-256 {digest}…)" in text
+    assert "not loaded: fc.weight, fc.bias" in text
+    for field in ("optimizer", "head_rate", "warmup", "freeze", "interpolation", "mean"):
+        assert f"<code>{field}</code>" in text
+
+
+def test_help_prints_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--data", "imagefolder:x", "--network", VIT, "--pretrained", "--help"])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag, default in (("optimizer", "adamw"), ("learning-rate", "5e-05"), ("mean", "0.5 0.5"),
+                          ("interpolation", "bicubic"), ("head-rate", "10.0")):  # fmt: skip
+        assert re.search(rf"--{flag} .*?\(default: {default}", printed), flag
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_search_decodes_its_images_once(
+    freeze: bool,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = []
+    owner = images_module if freeze else folder_cache
+    name = "_features" if freeze else "_decode"
+    function = getattr(owner, name)
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(name)
+        return function(*arguments)
+
+    monkeypatch.setattr(owner, name, counting)
+    given = words(photos, weights_of(RESNET, tmp_path), "--out", str(tmp_path / "runs"), "--cache",
+                  "memory", "--candidates", "0.1", "0.5", "--final-seeds", "0", "1",
+                  *["--freeze"] * freeze)  # fmt: skip
+    assert main(["search", *given]) == 0, capsys.readouterr().err
+    assert calls == [name]

@@ -26,6 +26,7 @@ __all__ = [
     "create_network",
     "find_weights",
     "has_layer_norm",
+    "outline",
     "own_image_size",
     "own_preprocessing",
 ]
@@ -124,12 +125,16 @@ def own_preprocessing(name: str) -> Preprocessing | None:
 
 def has_layer_norm(name: str) -> bool:
     """Whether a network has layer norm, as transformers do."""
+    return any(isinstance(part, nn.LayerNorm) for part in outline(name, num_classes=2).modules())
+
+
+def outline(name: str, **options: Any) -> Network:
+    """A network to look at: without values, if it can be built so; options as create_network."""
     try:
         with torch.device("meta"):
-            network = create_network(name, num_classes=2)
-    except (RuntimeError, NotImplementedError):  # reads a value while it is built
-        network = create_network(name, num_classes=2)
-    return any(isinstance(part, nn.LayerNorm) for part in network.modules())
+            return create_network(name, **options)
+    except Exception:  # it reads a value while it is built; other errors are raised below
+        return create_network(name, **options)
 
 
 def _builder(name: str) -> Callable[..., Network]:

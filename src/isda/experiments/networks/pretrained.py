@@ -100,7 +100,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise InputError(f"{one_line(path)} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a damaged file can fail in any way
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        if "weights_only" in str(error) or "Weights only" in str(error):
+        if path.suffix != ".safetensors" and not _is_torch_file(path):
+            reason = "it is neither safetensors, by its name, nor a torch file"
+        elif "weights_only" in str(error) or "Weights only" in str(error):
             reason = "it holds Python objects other than tensors: save it as safetensors"
         raise InputError(
             f"{one_line(path)} is not a file of tensors: {one_line(reason)}"
@@ -180,6 +182,11 @@ def _read(path: Path) -> Any:
 
         return load_file(path)
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _is_torch_file(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02")  # a zip archive, or a pickle of early versions
 
 
 def _timm_file(name: str, *, download: bool) -> Path | None:

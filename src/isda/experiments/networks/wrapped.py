@@ -58,7 +58,8 @@ class WrappedNetwork(Network):
         try:
             head = find_head(model)
         except ValueError as error:
-            raise InputError(f"{name} cannot be used: {error}") from error
+            reason = str(error).partition(";")[0]  # without arguments of attach
+            raise InputError(f"{name} cannot be used: {reason}") from error
         if not isinstance(head, nn.Linear) or head is model or head.out_features != num_classes:
             outputs = getattr(head, "out_features", "no")
             raise InputError(

@@ -1,7 +1,7 @@
 """Which runs train side by side, and on which images."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -11,9 +11,9 @@ from isda.experiments.data.decoding import ImageFiles
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
+from isda.experiments.networks import outline
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.images import ImageStore, load_files
-from isda.experiments.training.lane import Lane
 
 __all__ = ["Plan", "groups", "load_images", "own_images", "same_steps"]
 
@@ -85,8 +85,9 @@ def _side_by_side(recipe: Recipe, options: Options, device: torch.device, store:
         return 1
     if options.side_by_side:
         return options.side_by_side
-    random = replace(recipe, freeze=False, weights="", pretrained=False)  # reads no file
-    with torch.device("meta"):
-        network = Lane.create_network(random, data, seed=0)
+    if recipe.freeze:
+        return 6
+    channels, classes = data.image_shape[0], data.num_classes
+    network = outline(recipe.network, num_classes=classes, in_channels=channels)
     parameters = sum(parameter.numel() for parameter in network.parameters())
     return max(1, min(6, 36_000_000 // parameters))

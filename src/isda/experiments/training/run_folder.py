@@ -88,10 +88,22 @@ class RunFolder(Run):
         return run
 
     def record_weights(self, weights: LoadedWeights | None) -> None:
-        """Record in config.json what the network was started from, unless it is there already."""
-        if weights is not None and "weights" not in self._config:
+        """Record in config.json what the network was started from.
+
+        Raises:
+            InputError: the run was started from other weights.
+        """
+        if weights is None:
+            return
+        before = self._config.get("weights")
+        if before is None:
             self._config["weights"] = weights.as_dict()
             _write_config(self.folder, self._config)
+        elif before.get("sha256") != weights.sha256:
+            raise InputError(
+                f"{self.folder} was started from weights with SHA-256 {before.get('sha256')}, but "
+                f"{weights.file} has {weights.sha256}: restore the file"
+            )
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Append the metrics of an epoch and flush them to disk. Call it before ``save``."""
