@@ -189,6 +189,8 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tensors["bn1.weight"] = torch.zeros(3)
     save_file(tensors, "shape.safetensors")
     assert "bn1.weight (3,) instead of (" in refusal(Path("shape.safetensors"))
+    torch.save(timm.create_model("levit_128s").state_dict(), "levit.pth")
+    assert "must end in an nn.Linear" in refusal(Path("levit.pth"), "timm:levit_128s")
     with pytest.raises(InputError, match=r"mine:model is a function of your own.*--weights PATH"):
         find_weights("mine:model")
 
@@ -278,6 +280,16 @@ def test_recipe_of_a_transformer() -> None:
     name, changed = planned("--network", VIT, "--pretrained", "--epochs", "3", "--warmup", "0")
     assert changed == replace(recipe, epochs=3, warmup=0)
     assert name == "photos-timm_test_vit_pretrained-isda+epochs=3+warmup=0"
+
+
+def test_which_networks_use_adamw() -> None:
+    kinds = {"test_resnet": "sgd", "test_nfnet": "sgd", "test_convnext": "adamw",
+             "test_vit3": "adamw"}  # fmt: skip
+    for name, optimizer in kinds.items():
+        assert planned("--network", f"timm:{name}", "--pretrained")[1].optimizer == optimizer
+    for name, optimizer in (("resnet18", "sgd"), ("vit_b_16", "adamw")):
+        _, recipe = planned("--network", f"torchvision:{name}", "--pretrained")
+        assert recipe.optimizer == optimizer
 
 
 def test_weights_and_freeze_imply_pretrained() -> None:

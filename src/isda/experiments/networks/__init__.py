@@ -124,8 +124,11 @@ def own_preprocessing(name: str) -> Preprocessing | None:
 
 
 def has_layer_norm(name: str) -> bool:
-    """Whether a network has layer norm, as transformers do."""
-    return any(isinstance(part, nn.LayerNorm) for part in outline(name, num_classes=2).modules())
+    """Whether a network has layer norm or RMS norm, as transformers do."""
+    kinds = {type(part) for part in outline(name, num_classes=2).modules()}
+    return any(
+        issubclass(kind, nn.LayerNorm) or "rmsnorm" in kind.__name__.lower() for kind in kinds
+    )
 
 
 def outline(name: str, **options: Any) -> Network:

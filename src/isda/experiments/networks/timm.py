@@ -51,18 +51,19 @@ class TimmNetwork(Network):
         except Exception as error:  # models raise different errors
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"timm:{name} cannot be built: {reason}") from error
-        if weights is not None:
-            self._load(weights, in_channels)
-        _own_random_layers(self.model)
-        classifier = self.get_classifier()
-        if isinstance(classifier, nn.Conv2d) and classifier.kernel_size == (1, 1):
-            path = next(path for path, part in self.model.named_modules() if part is classifier)
-            self.model.set_submodule(path, _linear(classifier))
-        elif not isinstance(classifier, nn.Linear):
+        classifier: Any = self.get_classifier()
+        is_conv = isinstance(classifier, nn.Conv2d) and classifier.kernel_size == (1, 1)
+        if not is_conv and not isinstance(classifier, nn.Linear):
             kind = type(classifier).__name__
             raise InputError(
                 f"timm:{name} must end in an nn.Linear or a 1×1 nn.Conv2d, but ends in a {kind}"
             )
+        path = next(path for path, part in self.model.named_modules() if part is classifier)
+        if weights is not None:
+            self._load(weights, path, in_channels)
+        _own_random_layers(self.model)
+        if is_conv:
+            self.model.set_submodule(path, _linear(classifier))
         self.dropout = Dropout(drop_rate) if drop_rate else None
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -93,9 +94,9 @@ class TimmNetwork(Network):
     def get_classifier(self) -> nn.Linear:
         return self.model.get_classifier()
 
-    def _load(self, weights: Path, in_channels: int) -> None:
+    def _load(self, weights: Path, head: str, in_channels: int) -> None:
         """Load a file with timm's names, or one that timm can convert to them."""
-        tensors, head = read_tensors(weights), _head_name(self.model)
+        tensors = read_tensors(weights)
         new, misfit = load_tensors(self.model, head, tensors)
         if misfit:
             converted = self._converted(tensors, in_channels)
@@ -148,11 +149,6 @@ def preprocessing(name: str) -> Preprocessing:
         interpolation=found.interpolation,
         test_crop=min(1.0, found.crop_pct),
     )
-
-
-def _head_name(model: Any) -> str:
-    head = model.get_classifier()
-    return next((path for path, part in model.named_modules() if part is head), "")
 
 
 def _own_random_layers(model: nn.Module) -> None:
