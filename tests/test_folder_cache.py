@@ -646,3 +646,20 @@ def test_images_are_freed_before_the_next_are_loaded(
     monkeypatch.setattr(folder_cache, "_decode", spying)
     store.get(replace(recipe, image_size=SIZE + 4), options, CPU)
     assert alive == [None]
+
+
+def test_arrays_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counting(spec: str, **options: object) -> object:
+        calls.append(spec)
+        return load_data(spec, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("isda.experiments.training.images.load_data", counting)
+    recipe, options, store = replace(RECIPE, data="digits"), Options(), ImageStore()
+    whole = store.get(recipe, options, CPU)
+    assert store.get(recipe, options, CPU) is whole
+    held = store.get(replace(recipe, hold_out=100), options, CPU)
+    assert len(held.train_target) == len(whole.train_target) - 100
+    assert store.get(replace(recipe, mean=(0.5,), std=(0.5,)), options, CPU).mean == (0.5,)
+    assert calls == ["digits"]

@@ -44,9 +44,12 @@ class ImageStore:
         """Images of a recipe, ready for training; unreadable files are skipped if so desired."""
         skipped: dict[str, str] = {}
         while True:
+            if self._key == _settings(recipe, options, device):  # arrays, which never change
+                return self._split_of(recipe, None)
             files = load_files(recipe, options, skip=skipped)
             try:
-                return self._get(recipe, options, device, files)
+                self._load(recipe, options, device, files)
+                return self._split_of(recipe, files)
             except UnreadableFiles as error:
                 if not options.skip_unreadable:
                     raise
@@ -58,32 +61,34 @@ class ImageStore:
                     stacklevel=2,
                 )
 
-    def _get(
+    def _load(
         self,
         recipe: Recipe,
         options: Options,
         device: torch.device,
         files: ImageArrays | FolderImages,
-    ) -> Images:
-        key: tuple[object, ...] = (recipe.data, options.data_root, device, options.cache)
+    ) -> None:
+        """Load all images of a data set, unless they are here."""
+        key = _settings(recipe, options, device)
         if isinstance(files, FolderImages):
             key += (contents_key(files),)
+        if key == self._key:
+            return
+        self._key = self._split_key = self._whole = self._split = None  # frees its memory
         if recipe.freeze:
-            weights = find_weights(recipe.network, recipe.weights)
-            key += (recipe.network, weights, weights.stat().st_mtime_ns, recipe.precision)
-            key += (recipe.mean, recipe.std)
-        if key != self._key or self._whole is None:
-            self._key = self._split_key = self._whole = self._split = None  # frees its memory
-            if recipe.freeze:
-                self._whole = _features(recipe, files, options, device)
-            elif isinstance(files, ImageArrays):
-                self._whole = files.to(device)
-            else:
-                self._whole = decode_folder(
-                    files, cache=options.cache, device=device, check=_checks(recipe, options)
-                )
-            self._key = key
+            self._whole = _features(recipe, files, options, device)
+        elif isinstance(files, ImageArrays):
+            self._whole = files.to(device)
+        else:
+            self._whole = decode_folder(
+                files, cache=options.cache, device=device, check=_checks(recipe, options)
+            )
+        self._key = key
+
+    def _split_of(self, recipe: Recipe, files: ImageArrays | FolderImages | None) -> Images:
+        """The images of a recipe, of the data set that is here."""
         whole = self._whole
+        assert whole is not None
         if recipe.hold_out:
             if self._split is None or self._split_key != recipe.hold_out:
                 self._split = None
@@ -125,6 +130,16 @@ def kept_images() -> Iterator[ImageStore]:
         yield _kept[0]
     finally:
         _kept.clear()
+
+
+def _settings(recipe: Recipe, options: Options, device: torch.device) -> tuple[object, ...]:
+    """What the images of a data set, or their features, depend on, besides the files."""
+    settings: tuple[object, ...] = (recipe.data, options.data_root, device, options.cache)
+    if not recipe.freeze:
+        return settings
+    weights = find_weights(recipe.network, recipe.weights)
+    network = (recipe.network, weights, weights.stat().st_mtime_ns, recipe.precision)
+    return (*settings, *network, recipe.mean, recipe.std)
 
 
 def _checks(recipe: Recipe, options: Options) -> bool:
