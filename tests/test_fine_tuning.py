@@ -298,7 +298,7 @@ def test_weights_and_freeze_imply_pretrained() -> None:
     name, recipe = planned("--network", RESNET, "--freeze")
     assert name == "photos-timm_test_resnet_pretrained_frozen-isda"
     assert (recipe.pretrained, recipe.freeze, recipe.optimizer) == (True, True, "adamw")
-    assert (recipe.head_rate, recipe.warmup) == (1, 0)
+    assert (recipe.head_rate, recipe.warmup, recipe.decay_all) == (1, 0, False)
     name, recipe = planned("--network", RESNET)
     assert name == "photos-timm_test_resnet-isda"
     assert (recipe.pretrained, recipe.interpolation, recipe.mean) == (False, "bilinear", ())

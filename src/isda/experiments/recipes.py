@@ -253,6 +253,7 @@ _FROZEN: dict[str, Any] = {
     "nesterov": False,
     "learning_rate": 1e-3,
     "weight_decay": 0.01,
+    "decay_all": False,
 }
 
 
