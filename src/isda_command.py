@@ -36,7 +36,7 @@ USAGE = "\n".join(
         "`isda COMMAND RECIPE --help` lists the flags and their defaults.",
         "",
         "  isda train cifar100-resnet32-isda --seeds 0 1 2 --download",
-        "  isda compare --data imagefolder:photos --network timm:resnet18",
+        "  isda compare --data imagefolder:photos --network timm:resnet18 --pretrained",
     ]
 )
 """The answer to ``isda --help``."""

@@ -606,7 +606,7 @@ def test_report_of_the_digits(
         assert isinstance(digits, ImageArrays)
         return digits.hold_out(1280)  # trains on 158, tests on 1280
 
-    monkeypatch.setattr("isda.experiments.training.groups.load_data", some_digits)
+    monkeypatch.setattr("isda.experiments.training.images.load_data", some_digits)
     assert main(["compare", "--seeds", "0", "1", "--device", "cpu"]) == 0
     capsys.readouterr()
     assert main(["report", "--page", "report.html"]) == 0

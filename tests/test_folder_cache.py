@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.data.resized_crop import PackedImages
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.settings import Options, Recipe
-from isda.experiments.training.groups import Plan, groups
+from isda.experiments.training.images import ImageStore, kept_images
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide
 
@@ -193,13 +194,12 @@ def test_unreadable_images(cache: str, photos: Path) -> None:
     assert not [*photos.glob(".isda-cache/*.bytes"), *photos.glob(".isda-cache/*.new")]
 
     recipe = replace(RECIPE, data=f"imagefolder:{photos}")
-    plan = Plan("photos", recipe, 0)
     options = Options(cache=cache, workers=2)
     with pytest.raises(UnreadableFiles):
-        next(groups([plan], [0], options, CPU))
+        ImageStore().get(recipe, options, CPU)
     options = replace(options, skip_unreadable=True)
     with pytest.warns(UserWarning, match="skipped 5 images under .* that cannot be decoded"):
-        _, data = next(groups([plan], [0], options, CPU))
+        data = ImageStore().get(recipe, options, CPU)
     assert (len(data.train_target), len(data.test_target)) == (20, 7)
 
 
@@ -443,7 +443,8 @@ def test_a_file_is_never_stale(change: str, photos: Path, monkeypatch: pytest.Mo
         files = files_of(photos).hold_out(6)
     decode_folder(files, cache="disk", device=CPU)
     assert calls == ["decoded"]
-    assert len(cache_files(photos)) == 2
+    # files for images that have changed are deleted, those of other settings are not
+    assert len(cache_files(photos)) == (2 if change == "size" else 1)
 
 
 def test_an_incomplete_file_is_written_again(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,3 +589,77 @@ def test_killed_and_resumed(photos: Path, tmp_path: Path) -> None:
         subprocess.run([*command, *flags], check=True, capture_output=True)
     assert len(metrics(whole)) == 40
     assert metrics(killed) == metrics(whole)
+
+
+# One data set at a time
+
+
+def test_a_split_decodes_only_what_is_held_out(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_decoding(monkeypatch)
+    recipe = replace(RECIPE, data=f"imagefolder:{photos}")
+    for cache in ("memory", "disk", "off"):
+        calls.clear()
+        options, split = Options(cache=cache), replace(recipe, hold_out=6)
+        with kept_images() as store:  # as in a search: held-out images, then the test images
+            held = store.get(split, options, CPU)
+            assert store.get(split, options, CPU) is held
+            with kept_images() as inner:
+                whole = inner.get(recipe, options, CPU)
+                assert inner.get(recipe, options, CPU) is whole
+        assert calls == ["decoded"] * (cache != "off")
+        expected = decode_folder(files_of(photos).hold_out(6), cache="memory", device=CPU)
+        assert torch.equal(held.train_target, expected.train_target)
+        assert torch.equal(held.test_target, expected.test_target)
+        assert torch.equal(held.test_images[0:6], expected.test_images)
+        one, other = (Lane(split, 1, data, CPU) for data in (held, expected))
+        assert train([one], 1) == train([other], 1)
+        assert len(whole.train_target) == len(held.train_target) + 6
+
+
+def test_images_that_change_are_decoded_again(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = count_decoding(monkeypatch)
+    recipe, options = replace(RECIPE, data=f"imagefolder:{photos}"), Options(cache="memory")
+    store = ImageStore()
+    before = store.get(recipe, options, CPU)
+    make_image(photos / "train" / "cat" / "new.png", (20, 20), 3)
+    after = store.get(recipe, options, CPU)
+    assert len(after.train_target) == len(before.train_target) + 1
+    assert calls == ["decoded"] * 2
+
+
+def test_images_are_freed_before_the_next_are_loaded(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, options, store = replace(RECIPE, data=f"imagefolder:{photos}"), Options(), ImageStore()
+    first = weakref.ref(store.get(recipe, options, CPU))
+    alive: list[object] = []
+    decode = folder_cache._decode
+
+    def spying(*arguments: object) -> None:
+        alive.append(first())
+        decode(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(folder_cache, "_decode", spying)
+    store.get(replace(recipe, image_size=SIZE + 4), options, CPU)
+    assert alive == [None]
+
+
+def test_arrays_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counting(spec: str, **options: object) -> object:
+        calls.append(spec)
+        return load_data(spec, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("isda.experiments.training.images.load_data", counting)
+    recipe, options, store = replace(RECIPE, data="digits"), Options(), ImageStore()
+    whole = store.get(recipe, options, CPU)
+    assert store.get(recipe, options, CPU) is whole
+    held = store.get(replace(recipe, hold_out=100), options, CPU)
+    assert len(held.train_target) == len(whole.train_target) - 100
+    assert store.get(replace(recipe, mean=(0.5,), std=(0.5,)), options, CPU).mean == (0.5,)
+    assert calls == ["digits"]

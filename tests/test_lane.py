@@ -32,6 +32,7 @@ from isda.experiments.recipes import RECIPES
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training import run_images
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.optimizer import optimizer_state
 from isda.experiments.training.side_by_side import SideBySide
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
@@ -260,7 +261,7 @@ def test_a_lane_equals_a_plain_loop(name: str, data: ImageArrays, device: torch.
             ):
                 torch.testing.assert_close(value, other, rtol=1e-3, atol=2e-4, msg=key)
         if recipe.momentum:
-            for value, other in zip(lane._momentum(), plain.velocity, strict=True):
+            for value, other in zip(optimizer_state(lane.optimizer), plain.velocity, strict=True):
                 torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-3)
         error, nll, ece, top5_error = plain.evaluate()
         # one image at the decision boundary
@@ -326,13 +327,16 @@ def test_batch_sizes_keep_the_partial_batch(data: ImageArrays, device: torch.dev
 EVERYTHING = replace(  # everything that may have state
     RECIPE, augment=("crop", "flip", "autoaugment", "cutout"), drop_rate=0.3, ema=0.9, ramp="step"
 )
+FINE_TUNING = replace(
+    RECIPE, optimizer="adamw", nesterov=False, warmup=2, head_rate=5.0, decay_all=False
+)
 
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "recipe",
-    [RECIPE, EVERYTHING, replace(RECIPE.baseline(), momentum=0.0, nesterov=False)],
-    ids=["isda", "everything", "no momentum"],
+    [RECIPE, EVERYTHING, replace(RECIPE.baseline(), momentum=0.0, nesterov=False), FINE_TUNING],
+    ids=["isda", "everything", "no momentum", "fine-tuning"],
 )
 def test_a_checkpoint_is_complete(recipe: Recipe, data: ImageArrays, device: torch.device) -> None:
     lane = Lane(recipe, 3, data, device)
@@ -353,7 +357,9 @@ def test_a_checkpoint_is_complete(recipe: Recipe, data: ImageArrays, device: tor
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("recipe", [RECIPE, EVERYTHING], ids=["isda", "everything"])
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, EVERYTHING, FINE_TUNING], ids=["isda", "everything", "fine-tuning"]
+)
 def test_tensors_are_all_that_a_step_changes(
     recipe: Recipe, data: ImageArrays, device: torch.device
 ) -> None:
@@ -623,12 +629,13 @@ class TestCaptured:
         RECIPE,
         replace(RECIPE.baseline(), precision="bf16", channels_last=True),
         EVERYTHING,
+        FINE_TUNING,
     )
 
     @pytest.mark.parametrize(
         "recipe",
         [*RECIPES, replace(RECIPE, batch_size=8)],
-        ids=["isda", "bf16 ce", "everything", "eight steps in a row"],
+        ids=["isda", "bf16 ce", "everything", "fine-tuning", "eight steps in a row"],
     )
     def test_equals_uncaptured(
         self, recipe: Recipe, data: ImageArrays, device: torch.device
@@ -646,7 +653,9 @@ class TestCaptured:
             assert [row[0] for row in alone] == [row[number] for row in results]
             assert_same_bits(values(lane), values(lanes[number]))
 
-    @pytest.mark.parametrize("recipe", RECIPES, ids=["isda", "bf16 ce", "everything"])
+    @pytest.mark.parametrize(
+        "recipe", RECIPES, ids=["isda", "bf16 ce", "everything", "fine-tuning"]
+    )
     def test_resume(self, recipe: Recipe, data: ImageArrays, device: torch.device) -> None:
         whole, first, second = (Lane(recipe, 1, data, device) for _ in range(3))
         expected = train([whole], 3, capture=True)

@@ -1,8 +1,11 @@
 """The networks: sizes against the paper, outputs against other packages, random layers."""
 
 import math
+import re
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import timm
@@ -30,7 +33,7 @@ from isda.experiments.networks.densenet import DenseLayer
 from isda.experiments.networks.network import ConvNetwork, conv, stages
 from isda.experiments.networks.resnet import BasicBlock
 from isda.experiments.networks.shake_shake import ShakeBlock
-from isda.experiments.networks.stochastic import Dropout, ShakeShake
+from isda.experiments.networks.stochastic import Dropout, DropPath, ShakeShake
 from isda.experiments.networks.wide_resnet import PreactivationBlock
 
 PRINTED = 0.05  # the paper prints millions with one decimal
@@ -626,3 +629,136 @@ def test_values_out_of_range_are_refused(options: dict[str, float], message: str
 def test_imagenet_networks_take_three_channels() -> None:
     with pytest.raises(InputError, match="in_channels of resnet50 must be 3, got 1"):
         create_network("resnet50", num_classes=10, in_channels=1)
+
+
+# torchvision:NAME and MODULE:FUNCTION
+
+
+def test_torchvision_model_keeps_its_output(tmp_path: Path) -> None:
+    """Also with the weights of a file, which has torchvision's names."""
+    torch.manual_seed(0)
+    expected = torchvision.models.mobilenet_v3_small(num_classes=7).eval()
+    _scatter_statistics(expected)
+    path = tmp_path / "weights.pth"
+    torch.save(expected.state_dict(), path)
+    network = create_network("torchvision:mobilenet_v3_small", num_classes=7, weights=path).eval()
+    images = torch.randn(3, 3, 64, 64)
+    logits = network(images)
+    torch.testing.assert_close(logits, expected(images))
+    network.check(images, logits)
+    torch.testing.assert_close(network(images), logits)  # the check leaves it as it was
+    assert network.num_features == 1024
+    assert network.weights is not None
+    assert network.weights.new == ()
+    other = create_network("torchvision:mobilenet_v3_small", num_classes=5, weights=path)
+    assert other.weights is not None
+    assert other.weights.new == ("classifier.3.weight", "classifier.3.bias")
+
+
+def test_names_in_torchvision_s_files_of_densenets(tmp_path: Path) -> None:
+    tensors = torchvision.models.densenet121().state_dict()
+    old = {re.sub(r"(denselayer\d+\.(?:norm|conv))(\d)", r"\1.\2", name): value
+           for name, value in tensors.items()}  # fmt: skip
+    assert "features.denseblock1.denselayer1.norm.1.weight" in old
+    torch.save(old, tmp_path / "weights.pth")
+    network = create_network(
+        "torchvision:densenet121", num_classes=3, weights=tmp_path / "weights.pth"
+    )
+    assert network.weights is not None
+    assert network.weights.new == ("classifier.weight", "classifier.bias")
+
+
+def test_random_layers_of_torchvision_draw_from_the_key() -> None:
+    network = create_network("torchvision:convnext_tiny", num_classes=3)
+    depths = [part.drop_rate for part in network.modules() if isinstance(part, DropPath)]
+    assert len(depths) == 17  # of 18 blocks, the first of which has rate 0
+    assert max(depths) == pytest.approx(0.1)
+    network = create_network("torchvision:mobilenet_v3_small", num_classes=3)
+    assert [p.drop_rate for p in network.modules() if isinstance(p, Dropout)] == [0.2]
+
+
+MODELS = """
+from torch import nn
+
+def small(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.ReLU(), nn.Linear(8, num_classes))
+
+def grey(num_classes, in_channels):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16 * in_channels, 8), nn.Linear(8, num_classes))
+
+def changed(num_classes):
+    return nn.Sequential(small(num_classes), nn.Softmax(1))
+
+def fixed(num_classes):
+    return small(10)
+
+def nothing(num_classes):
+    return None
+
+def broken(num_classes):
+    raise KeyError("no such file")
+
+def maps(num_classes):
+    return nn.Sequential(nn.Conv2d(3, num_classes, 1), nn.Flatten())
+"""
+
+
+@pytest.fixture
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a module in the current folder."""
+    name = f"models_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    return name
+
+
+def test_a_model_of_ones_own(own_models: str, tmp_path: Path) -> None:
+    images = torch.randn(5, 3, 4, 4)
+    network = create_network(f"{own_models}:small", num_classes=7)
+    assert network(images).shape == (5, 7)
+    network.check(images, network(images))
+    assert (network.num_features, network.num_classes) == (8, 7)
+    grey = create_network(f"{own_models}:grey", num_classes=3, in_channels=1)
+    assert grey(images[:, :1]).shape == (5, 3)
+    dropped = create_network(f"{own_models}:small", num_classes=7, drop_rate=0.5)
+    assert (dropped.forward_features(images) == 0).float().mean() > 0.3
+    path = tmp_path / "weights.pth"
+    module = import_module(own_models)
+    model = module.small(7)
+    torch.save(model.state_dict(), path)
+    loaded = create_network(f"{own_models}:small", num_classes=7, weights=path)
+    torch.testing.assert_close(loaded(images), model(images))
+
+
+def test_models_of_ones_own_that_cannot_be_used(own_models: str) -> None:
+    images = torch.randn(5, 3, 4, 4)
+    for function, message in (
+        ("fixed", "must end in an nn.Linear with 7 outputs, .* but ends in a Linear with 10"),
+        ("nothing", "must return an nn.Module, got NoneType"),
+        ("broken", r"\(num_classes=7\) failed: KeyError: 'no such file'"),
+        ("smal", "unknown function of .* 'smal'; did you mean small?"),
+        ("maps", "must end in an nn.Linear with 7 outputs"),
+    ):
+        with pytest.raises(InputError, match=message):
+            create_network(f"{own_models}:{function}", num_classes=7)
+    changed = create_network(f"{own_models}:changed", num_classes=7)
+    with pytest.raises(InputError, match=r"must end in a linear layer: .* changes the logits"):
+        changed.check(images, changed(images))
+    with pytest.raises(InputError, match="must take in_channels for images with 1 channels"):
+        create_network(f"{own_models}:small", num_classes=7, in_channels=1)
+    with pytest.raises(InputError, match="network nowhere:model: cannot import nowhere"):
+        create_network("nowhere:model", num_classes=7)
+    with pytest.raises(InputError, match="network must be MODULE:FUNCTION, got 'module:'"):
+        create_network("module:", num_classes=7)
+
+
+def test_torchvision_models_that_cannot_be_used() -> None:
+    with pytest.raises(InputError, match="unknown torchvision model 'resnet19'; did you mean"):
+        create_network("torchvision:resnet19", num_classes=7)
+    with pytest.raises(InputError, match=r"torchvision:inception_v3 cannot be used: .*AuxLogits"):
+        create_network("torchvision:inception_v3", num_classes=7)
+    with pytest.raises(InputError, match=r"squeezenet1_0 must end in an nn\.Linear"):
+        create_network("torchvision:squeezenet1_0", num_classes=7)
+    with pytest.raises(InputError, match="in_channels of torchvision:resnet18 must be 3, got 1"):
+        create_network("torchvision:resnet18", num_classes=7, in_channels=1)

@@ -74,24 +74,33 @@ def test_boxes_are_those_of_torchvision(
     assert 60 < fallback < len(sizes) // 2  # both branches
 
 
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("image_size", [7, 24, 64])
-def test_pixels_are_those_of_torchvision(image_size: int, device: torch.device) -> None:
+def test_pixels_are_those_of_torchvision(
+    image_size: int, interpolation: str, device: torch.device
+) -> None:
+    mode = v2.InterpolationMode(interpolation)
     images = images_of(SIZES * 4)
     data = packed(images, device)
     boxes = random_boxes(data.size, counter_rng.key(1, device=device))
     flip = torch.arange(len(images), device=device) % 2 == 1
-    taps = taps_for(longest_side(data.size), image_size)
-    result = resized_crop(data, boxes, flip, image_size=image_size, taps=taps)
+    taps = taps_for(longest_side(data.size), image_size, interpolation)
+    result = resized_crop(
+        data, boxes, flip, image_size=image_size, taps=taps, interpolation=interpolation
+    )
     assert result.dtype == torch.uint8
     assert result.shape == (len(images), 3, image_size, image_size)
     exact = 0.0
     for number, (image, box) in enumerate(zip(images, boxes.tolist(), strict=True)):
-        expected = v2.functional.resized_crop(image, *box, [image_size] * 2, antialias=True)
+        expected = v2.functional.resized_crop(image, *box, [image_size] * 2, mode, antialias=True)
         if number % 2:
             expected = v2.functional.horizontal_flip(expected)
         difference = (result[number].cpu().int() - expected.int()).abs()
-        assert difference.max() <= 1  # torchvision rounds twice
+        # torchvision rounds twice, and bicubic weights amplify the first rounding
+        assert difference.max() <= (1 if interpolation == "bilinear" else 2)
         exact += (difference == 0).float().mean().item() / len(images)
+        if interpolation == "bicubic":  # floating-point images are not clamped in between
+            continue
         # without its rounding in between, up to the last bit of float32 before the only rounding
         floating = v2.functional.resized_crop(
             image.double(), *box, [image_size] * 2, antialias=True

@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import io
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -15,7 +15,7 @@ import tyro
 
 from isda.experiments.errors import InputError
 from isda.experiments.published import COST
-from isda.experiments.recipes import DEFAULT, OWN_IMAGES, get_recipe
+from isda.experiments.recipes import DEFAULT, OWN_IMAGES, fine_tuning, get_recipe
 from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
 
 __all__ = [
@@ -284,17 +284,24 @@ def parse_recipe(
 def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
     """The recipe to start from, and the defaults of the flags: that recipe with ``--method``."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("--data", "--network", "--method"):
+    for flag in ("--data", "--network", "--method", "--weights", "--device"):
         scan.add_argument(flag, nargs="?", default="")
+    for flag in ("--pretrained", "--freeze"):
+        scan.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
     found, _ = scan.parse_known_args(words)
     if name is not None:
         start = get_recipe(name)
     elif (found.data or "").startswith("imagefolder:"):
         start = OWN_IMAGES
-        if (found.network or "").startswith("timm:"):
+        if found.pretrained or (found.pretrained is None and (found.weights or found.freeze)):
+            network = found.network or start.network
+            start = _fine_tuning(network, found.weights or "", freeze=bool(found.freeze))
+        elif (found.network or "").startswith("timm:"):
             from isda.experiments.networks import own_image_size  # slow to import
 
             start = replace(start, image_size=own_image_size(found.network) or start.image_size)
+        if _on_gpu(found.device or "auto"):
+            start = replace(start, precision="bf16")
     else:
         start = get_recipe(DEFAULT)
     if found.method not in METHODS or found.method == "isda":
@@ -302,6 +309,24 @@ def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
     noise_rate = 0.05 if found.method == "disturb_label" else 0.0
     changed = replace(start.baseline(), method=found.method, noise_rate=noise_rate)
     return (start if name else changed), changed
+
+
+def _on_gpu(device: str) -> bool:
+    import torch  # slow to import
+
+    return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+
+
+def _fine_tuning(network: str, weights: str, *, freeze: bool) -> Recipe:
+    """Default recipe of a pretrained network, with the images as it knows them."""
+    from isda.experiments.networks import has_layer_norm, own_preprocessing  # slow to import
+
+    known = own_preprocessing(network)
+    preparation = {} if known is None else asdict(known)
+    recipe = fine_tuning(
+        network, layer_norm=has_layer_norm(network), preparation=preparation, freeze=freeze
+    )
+    return replace(recipe, weights=weights)
 
 
 def _one_line(box: str) -> str:

@@ -100,6 +100,7 @@ def _compare(words: list[str]) -> None:
     from isda.experiments.report.comparison import comparison, comparison_table
     from isda.experiments.training.device import join_processes
     from isda.experiments.training.failures import finished_first
+    from isda.experiments.training.images import kept_images
     from isda.experiments.training.loop import train
 
     planned = plan_compare(words, description=COMMANDS["compare"])
@@ -107,6 +108,7 @@ def _compare(words: list[str]) -> None:
         choice = None
         if isinstance(planned, AutoComparison):
             stack.enter_context(join_processes(planned.options.device))  # for both trainings
+            stack.enter_context(kept_images())
             planned, choice = choose_lambda_0(planned)
         runs = stack.enter_context(finished_first(train, planned.plans(), planned.options))
         names = {run.name for run in runs}

@@ -19,6 +19,7 @@ __all__ = [
     "OWN_IMAGES",
     "RECIPES",
     "baseline_of",
+    "fine_tuning",
     "get_recipe",
     "name_of",
     "run_name",
@@ -46,7 +47,8 @@ def name_of(recipe: Recipe) -> str:
     data = PurePath(path).name or kind
     extra = [name for name in ("autoaugment", "cutout") if name in recipe.augment][:1]
     method = "_".join(extra + [recipe.method] * (recipe.method == "isda" or not extra))
-    parts = (re.sub(r"[^A-Za-z0-9_.]+", "_", part) for part in (data, recipe.network, method))
+    network = recipe.network + "_pretrained" * recipe.pretrained + "_frozen" * recipe.freeze
+    parts = (re.sub(r"[^A-Za-z0-9_.]+", "_", part) for part in (data, network, method))
     return "-".join(parts)
 
 
@@ -231,4 +233,42 @@ OWN_IMAGES = Recipe(
     lambda_0=0.5,
     channels_last=True,
 )
-"""Default recipe for your own images."""
+"""Default recipe for your own images, without pretrained weights."""
+
+_FINE_TUNING: dict[str, Any] = {"pretrained": True, "epochs": 30, "head_rate": 10.0, "warmup": 1}
+_ADAMW: dict[str, Any] = {
+    "optimizer": "adamw",
+    "nesterov": False,
+    "learning_rate": 5e-5,
+    "weight_decay": 0.05,
+    "decay_all": False,
+}
+_FROZEN: dict[str, Any] = {
+    "freeze": True,
+    "head_rate": 1.0,
+    "warmup": 0,
+    "epochs": 50,
+    "batch_size": 256,
+    "optimizer": "adamw",
+    "nesterov": False,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.01,
+    "decay_all": False,
+}
+
+
+def fine_tuning(
+    network: str, *, layer_norm: bool, preparation: dict[str, Any], freeze: bool = False
+) -> Recipe:
+    """Default recipe for your own images with a pretrained network.
+
+    Args:
+        network: ``timm:NAME``, ``torchvision:NAME`` or ``MODULE:FUNCTION``.
+        layer_norm: whether the network has layer norm, as transformers do: AdamW instead of SGD.
+        preparation: fields that say how the images of the pretrained weights were prepared.
+        freeze: train the head alone.
+    """
+    changes = {"learning_rate": 0.01, **_FINE_TUNING, **(_ADAMW if layer_norm else {})}
+    if freeze:
+        changes |= _FROZEN
+    return replace(OWN_IMAGES, network=network, **changes, **preparation)

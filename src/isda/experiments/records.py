@@ -94,6 +94,19 @@ class Run:
         self._verified = False
 
     @property
+    def pretrained(self) -> str:
+        """The pretrained weights that the run was started from, in words; "" without them."""
+        found = self._config.get("weights")
+        if not isinstance(found, dict):
+            return ""
+        new = ", ".join(map(str, found.get("new", []))) or "none"
+        digest = str(found.get("sha256"))[:16]
+        return (
+            f"{found.get('file')} (SHA-256 {digest}…), {found.get('tensors')} tensors; not loaded: "
+            f"{new}"
+        )
+
+    @property
     def verified(self) -> bool:
         """Whether every line of the metrics has a checksum; wrong checksums are refused."""
         return bool(self.metrics()) and self._verified

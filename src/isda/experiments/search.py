@@ -28,6 +28,7 @@ from isda.experiments.report.text import text_table
 from isda.experiments.settings import Options, Recipe, require_seeds
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.groups import Plan, load_images
+from isda.experiments.training.images import kept_images
 from isda.experiments.training.loop import train
 from isda.experiments.training.run_folder import require_free
 
@@ -220,7 +221,8 @@ def search(
         finals = [named(replace(recipe, lambda_0=float(one), hold_out=0)) for one in candidates]
         require_free(options.out / one / str(seed) for one in finals for seed in final_seeds)
     rounds = [Round(len(candidates), recipe.epochs, tuple(seeds))]
-    with join_processes(options.device):  # one process group for both trainings
+    # one process group for both trainings, and images that are decoded once
+    with join_processes(options.device), kept_images():
         best, choice = choose(
             recipe, candidates, rounds, named, options, with_baseline=with_baseline
         )

@@ -9,6 +9,8 @@ from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError, unknown
+from isda.experiments.recipe_checks import require as _require
+from isda.experiments.recipe_checks import require_fine_tuning
 
 __all__ = ["AUGMENTATIONS", "METHODS", "Options", "Recipe", "differing_fields", "require_seeds"]
 
@@ -29,7 +31,19 @@ class Recipe:
     """Data set: digits, cifar10, cifar100, imagenet or imagefolder:PATH."""
 
     network: str
-    """Network by name, or timm:NAME."""
+    """Network by name, timm:NAME, torchvision:NAME, or MODULE:FUNCTION, a function of your own that
+    takes num_classes and returns a model that ends in a linear layer."""
+
+    pretrained: bool = False
+    """Start from the weights that timm or torchvision provides, or from a file, see weights. The
+    head is new if the number of classes differs."""
+
+    weights: str = ""
+    """File of the pretrained weights, safetensors or a torch file of tensors; empty: the file that
+    timm or torchvision has downloaded before. --download downloads it."""
+
+    freeze: bool = False
+    """Train the head alone, on features that the network computes once, without augmentation."""
 
     method: Method = "isda"
     """Loss: cross entropy, ISDA, or a baseline of Table 4."""
@@ -45,16 +59,29 @@ class Recipe:
     """Images per step, summed over all processes."""
 
     learning_rate: float
-    """Learning rate of the first epoch."""
+    """Learning rate of the first epoch, after the warm-up."""
+
+    head_rate: float = 1.0
+    """Factor of the learning rate for the head, the final linear layer."""
+
+    warmup: int = 0
+    """Epochs in which the learning rate grows linearly from step to step; 0: none."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer: SGD with momentum, or AdamW."""
 
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD, or β₁ of AdamW, whose β₂ is 0.999."""
 
     nesterov: bool = True
     """Nesterov momentum; off for ImageNet, as in the authors' code."""
 
     weight_decay: float
-    """Weight decay of all parameters, including biases and batch norm."""
+    """Weight decay of all parameters, including biases and batch norm, see decay_all."""
+
+    decay_all: bool = True
+    """Weight decay of all parameters; off: only of those with two or more dimensions, so not of
+    biases and of layers that normalise."""
 
     schedule: Literal["step", "cosine"] = "cosine"
     """Learning rate schedule."""
@@ -109,6 +136,20 @@ class Recipe:
     image_size: int = 224
     """Side of the square crops of image files, in pixels."""
 
+    test_crop: float = 0.875
+    """Side of the central crop of test images as a share of the shorter side, which is resized
+    for it; image files only."""
+
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """Interpolation of image files when they are resized, with antialiasing."""
+
+    mean: tuple[float, ...] = ()
+    """Mean of every channel to normalise with, of images in [0, 1]; empty: that of the data set,
+    for image files that of ImageNet."""
+
+    std: tuple[float, ...] = ()
+    """Standard deviation of every channel to normalise with; empty: as for mean."""
+
     def __post_init__(self) -> None:
         for field, choices in _CHOICES.items():
             value = getattr(self, field)
@@ -120,20 +161,23 @@ class Recipe:
             object.__setattr__(self, "data", f"{kind}:{PurePath(path)}")
         for field in ("epochs", "batch_size", "image_size"):
             _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
-        for field in ("weight_decay", "cosine_offset", "lambda_0", "images_per_class", "hold_out"):
+        for field in ("weight_decay", "cosine_offset", "lambda_0", "images_per_class", "hold_out",
+                      "warmup"):  # fmt: skip
             value = getattr(self, field)
             _require(0 <= value < math.inf, field, value, ">= 0")
         for field in ("momentum", "noise_rate", "drop_rate", "ema"):
             value = getattr(self, field)
             _require(0 <= value < 1, field, value, ">= 0 and < 1")
-        for field in ("gamma", "decay"):
+        for field in ("gamma", "decay", "test_crop"):
             value = getattr(self, field)
             _require(0 < value <= 1, field, value, "> 0 and <= 1")
-        rate = self.learning_rate
-        _require(0 < rate < math.inf, "learning_rate", rate, "> 0")
+        for field in ("learning_rate", "head_rate"):
+            value = getattr(self, field)
+            _require(0 < value < math.inf, field, value, "> 0")
         _require(
             self.momentum > 0 or not self.nesterov, "momentum", self.momentum, "> 0 with nesterov"
         )
+        require_fine_tuning(self)
         _require(
             all(name in AUGMENTATIONS for name in self.augment)
             and len(set(self.augment)) == len(self.augment),
@@ -161,7 +205,7 @@ class Recipe:
         )
 
     def learning_rate_at(self, epoch: int) -> float:
-        """Learning rate of an epoch, counted from 0.
+        """Learning rate of an epoch, counted from 0, without the warm-up.
 
         ``step``: learning_rate · gamma^k after k milestones, where milestone m is the m-th epoch.
         ``cosine``: ½ · learning_rate · (1 + cos(π (epoch + cosine_offset) / T)).
@@ -171,6 +215,10 @@ class Recipe:
             return self.learning_rate * self.gamma**reached
         phase = min((epoch + self.cosine_offset) / self.epochs, 1.0)
         return 0.5 * self.learning_rate * (1 + math.cos(math.pi * phase))
+
+    def warmup_at(self, epochs: float) -> float:
+        """Factor of the learning rate after this many epochs, which need not be whole."""
+        return min(1.0, epochs / self.warmup) if self.warmup else 1.0
 
     def progress_at(self, epoch: int) -> float:
         """Progress t/T of the ramp at the start of an epoch, counted from 0.
@@ -183,7 +231,8 @@ class Recipe:
     def shortened(self, epochs: int) -> "Recipe":
         """The same recipe with fewer epochs; milestones keep their share of the training."""
         scaled = {max(1, round(m * epochs / self.epochs)) for m in self.milestones}
-        return replace(self, epochs=epochs, milestones=tuple(sorted(scaled)))
+        warmup = min(epochs, math.ceil(self.warmup * epochs / self.epochs))
+        return replace(self, epochs=epochs, milestones=tuple(sorted(scaled)), warmup=warmup)
 
     def require_ramp(self) -> None:
         """Raise InputError if the strength is 0 in every epoch although lambda_0 is not."""
@@ -196,6 +245,8 @@ class Recipe:
     @property
     def augmentation(self) -> str:
         """The augmentations in words; those of image files are not a setting."""
+        if self.freeze:
+            return "none"
         if self.data == "imagenet" or self.data.startswith("imagefolder:"):
             return "random crop, flip"
         return ", ".join(self.augment) or "none"
@@ -253,7 +304,7 @@ class Options:
     """Folder of ImageNet, or of CIFAR (None: data)."""
 
     download: bool = False
-    """Download CIFAR if it is missing."""
+    """Download CIFAR, or pretrained weights, if they are missing."""
 
     skip_unreadable: bool = False
     """Skip image files that cannot be decoded."""
@@ -331,11 +382,6 @@ def require_seeds(argument: str, seeds: Sequence[int]) -> None:
     if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
         listed = " ".join(map(str, seeds)) or "none"
         raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")
-
-
-def _require(holds: bool, field: str, value: object, expectation: str) -> None:
-    if not holds:
-        raise InputError(f"{field} must be {expectation}, got {value!r}")
 
 
 _CACHES = get_args(get_type_hints(Options)["cache"])

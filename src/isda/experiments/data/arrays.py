@@ -138,6 +138,8 @@ def load_data(
     skip: Collection[str] = (),
     image_size: int = 224,
     workers: int | None = None,
+    interpolation: str = "bilinear",
+    test_crop: float = 0.875,
 ) -> "ImageArrays | FolderImages":
     """Load a data set by name.
 
@@ -158,6 +160,8 @@ def load_data(
         skip: image files to leave out.
         image_size: side of the crops of image files.
         workers: threads that decode image files; by default one per CPU core, at most 16.
+        interpolation: of image files when they are resized, bilinear or bicubic.
+        test_crop: side of the crops of test files as a share of the shorter side.
     """
     kind, _, path = spec.partition(":")
     if kind == "digits" and not path:
@@ -179,6 +183,8 @@ def load_data(
         image_size=image_size,
         workers=_processors() if workers is None else workers,
         skip=skip,
+        interpolation=interpolation,
+        test_crop=test_crop,
     )
 
 

@@ -1,8 +1,8 @@
 """The file beside a folder of images that holds their decoded bytes.
 
-Its name is a hash of the settings and of name, size and times of change of every image file, so a
+Its name has the settings and a hash of name, size and times of change of every image file, so a
 file for other images or settings is never used. It is written under another name and renamed when
-it is complete.
+it is complete, and replaces files with the same settings for images that have changed since.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.files import sync_folder, writing
 
-__all__ = ["CacheFile"]
+__all__ = ["CacheFile", "contents_key"]
 
 _FORMAT = 1  # to be changed with the contents of the file
 _FOLDER = ".isda-cache"
@@ -38,7 +38,8 @@ class CacheFile:
     @classmethod
     def of(cls, data: FolderImages) -> "CacheFile":
         """The file for these images, which need not exist."""
-        return cls(data, data.path / _FOLDER / f"{_contents_key(data)}.bytes")
+        settings = f"{data.image_size}-{data.interpolation}-{data.test_crop:g}"
+        return cls(data, data.path / _FOLDER / f"{settings}-{contents_key(data)}.bytes")
 
     def read(self) -> tuple[Tensor, Tensor] | None:
         """Sizes int64 (N, 2) and bytes, mapped into memory; None if there is no complete file."""
@@ -70,6 +71,11 @@ class CacheFile:
                 return found[1]
             for left in self.path.parent.glob("*.new"):  # by a process that was killed
                 left.unlink(missing_ok=True)
+            settings = self.path.name.rpartition("-")[0]
+            of_version_0_2 = "?" * 32 + ".bytes"  # without settings in the name
+            for pattern in (f"{settings}-*.bytes", of_version_0_2):
+                for stale in self.path.parent.glob(pattern):
+                    stale.unlink(missing_ok=True)  # a process that has mapped it can go on
             new = self.path.with_suffix(f".{secrets.token_hex(4)}.new")
             try:
                 with writing(self.path, temporary=new, keep=()), new.open("xb") as file:
@@ -95,10 +101,12 @@ class CacheFile:
         return found[1]
 
 
-def _contents_key(data: FolderImages) -> str:
+def contents_key(data: FolderImages) -> str:
+    """Hash of the settings and of name, size and times of change of every image file."""
     import torchvision  # slow to import
 
-    versions = (_FORMAT, data.image_size, PIL.__version__, torchvision.__version__)
+    settings = (data.image_size, data.interpolation, data.test_crop)
+    versions = (_FORMAT, *settings, PIL.__version__, torchvision.__version__)
     key = hashlib.sha256(repr(versions).encode())
     for files in (data.train_files, data.test_files):
         for file in files:

@@ -96,7 +96,7 @@ def resize_side(image_size: int) -> int:
     return round(image_size * 256 / 224)
 
 
-def decode_resized(file: str, *, image_size: int) -> Tensor:
+def decode_resized(file: str, *, image_size: int, interpolation: str = "bilinear") -> Tensor:
     """Decode a training image and resize it, unless it is smaller, to ``resize_side``.
 
     Shape:
@@ -104,18 +104,21 @@ def decode_resized(file: str, *, image_size: int) -> Tensor:
     """
     image = _decode(file)
     side = resize_side(image_size)
-    return image if min(image.shape[:2]) <= side else _resize(image, side)
+    return image if min(image.shape[:2]) <= side else _resize(image, side, interpolation)
 
 
-def decode_center_crop(file: str, *, image_size: int) -> Tensor:
-    """Decode a test image: ``Resize(resize_side)`` and ``CenterCrop(image_size)``.
+def decode_center_crop(
+    file: str, *, image_size: int, interpolation: str = "bilinear", test_crop: float = 0.875
+) -> Tensor:
+    """Decode a test image: ``Resize(image_size / test_crop)`` and ``CenterCrop(image_size)``.
 
     Shape:
         output uint8 (image_size, image_size, 3).
     """
     from torchvision.transforms.v2 import functional  # slow to import
 
-    image = _resize(_decode(file), resize_side(image_size)).permute(2, 0, 1)
+    side = round(image_size / test_crop)
+    image = _resize(_decode(file), side, interpolation).permute(2, 0, 1)
     return functional.center_crop(image, [image_size, image_size]).permute(1, 2, 0)
 
 
@@ -210,11 +213,14 @@ def _decode_jpeg(content: bytes) -> Tensor | None:
         return None
 
 
-def _resize(image: Tensor, side: int) -> Tensor:
+def _resize(image: Tensor, side: int, interpolation: str) -> Tensor:
     """Resize an image (H, W, 3) so that its shorter side is ``side``."""
-    from torchvision.transforms.v2 import functional  # slow to import
+    from torchvision.transforms import InterpolationMode  # slow to import
+    from torchvision.transforms.v2 import functional
 
-    return functional.resize(image.permute(2, 0, 1), [side], antialias=True).permute(1, 2, 0)
+    mode = InterpolationMode(interpolation)
+    resized = functional.resize(image.permute(2, 0, 1), [side], mode, antialias=True)
+    return resized.permute(1, 2, 0)
 
 
 def _resized(length: int, side: int, short: int) -> int:

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from isda.experiments.data.arrays import split
 from isda.experiments.data.cache_file import CacheFile
 from isda.experiments.data.decoding import (
     ImageFiles,
@@ -30,7 +31,7 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.data.resized_crop import PackedImages
 from isda.experiments.errors import InputError
 
-__all__ = ["DecodedImages", "decode_folder"]
+__all__ = ["DecodedImages", "center_crops", "decode_folder"]
 
 _CHUNK = 2**26  # bytes that are decoded before they are stored
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
@@ -48,6 +49,7 @@ class DecodedImages:
     class_names: tuple[str, ...]
     image_size: int  # side S of the crops, in pixels
     place: str  # where the images are, and how many bytes they take
+    interpolation: str = "bilinear"  # or bicubic
     mean: tuple[float, ...] = _MEAN
     std: tuple[float, ...] = _STD
 
@@ -60,6 +62,33 @@ class DecodedImages:
     def image_shape(self) -> torch.Size:
         """Shape (C, H, W) of a crop."""
         return torch.Size((3, self.image_size, self.image_size))
+
+    def hold_out(self, number: int, files: FolderImages) -> "DecodedImages":
+        """The split of ``files.hold_out(number)``; decodes only the images that are held out.
+
+        Args:
+            number: number of training images to hold out.
+            files: the files of all images.
+        """
+        kept, held = split(files.train_target, number)
+        images: PackedImages | ImageFiles
+        crops: Tensor | ImageFiles = center_crops(
+            files, tuple(files.train_files[i] for i in held.tolist())
+        )
+        if isinstance(self.train_images, ImageFiles):
+            chosen = tuple(self.train_images.files[i] for i in kept.tolist())
+            images = replace(self.train_images, files=chosen, size=self.train_images.size[kept])
+        else:
+            images = self.train_images.take(kept.to(self.train_images.size.device))
+            crops = crops[:].to(images.pixels.device)
+        target = self.train_target
+        return replace(
+            self,
+            train_images=images,
+            train_target=target[kept.to(target.device)],
+            test_images=crops,
+            test_target=target[held.to(target.device)],
+        )
 
 
 def decode_folder(
@@ -92,10 +121,13 @@ def decode_folder(
         class_names=data.class_names,
         image_size=data.image_size,
         place=f"{_gibibytes(total)} {_PLACES[place]}",
+        interpolation=data.interpolation,
     )
     if place == "off":
         _require_readable(data, check=check)
-        return with_settings(train_images=_files(data, size), test_images=_test_files(data))
+        return with_settings(
+            train_images=_files(data, size), test_images=center_crops(data, data.test_files)
+        )
     if stored is not None:
         content = stored[1].to(device) if place == "device" else stored[1]
     elif file is not None and place == "disk":
@@ -159,14 +191,20 @@ def _require_readable(data: FolderImages, *, check: bool = True) -> None:
 
 
 def _files(data: FolderImages, size: Tensor) -> ImageFiles:
-    decode = partial(decode_resized, image_size=data.image_size)
+    decode = partial(decode_resized, image_size=data.image_size, interpolation=data.interpolation)
     return ImageFiles(data.train_files, size, decode, data.workers)
 
 
-def _test_files(data: FolderImages) -> ImageFiles:
-    size = torch.full((len(data.test_files), 2), data.image_size)
-    decode = partial(decode_center_crop, image_size=data.image_size)
-    return ImageFiles(data.test_files, size, decode, data.workers)
+def center_crops(data: FolderImages, files: tuple[str, ...]) -> ImageFiles:
+    """Files of a folder as they are tested, resized and center-cropped."""
+    size = torch.full((len(files), 2), data.image_size)
+    decode = partial(
+        decode_center_crop,
+        image_size=data.image_size,
+        interpolation=data.interpolation,
+        test_crop=data.test_crop,
+    )
+    return ImageFiles(files, size, decode, data.workers)
 
 
 def _decode(data: FolderImages, size: Tensor, store: Callable[[Tensor], None]) -> None:
@@ -181,7 +219,7 @@ def _decode(data: FolderImages, size: Tensor, store: Callable[[Tensor], None]) -
         disable=int(os.environ.get("RANK", 0)) > 0,
     )
     with bar, ThreadPoolExecutor(max(1, data.workers)) as pool:
-        for images in (_files(data, size), _test_files(data)):
+        for images in (_files(data, size), center_crops(data, data.test_files)):
             for numbers in _chunks(images.size):
                 ends = images.size[numbers].prod(1).cumsum(0).tolist()
                 pixels = torch.empty(ends[-1], 3, dtype=torch.uint8)

@@ -33,6 +33,8 @@ class FolderImages:
     class_names: tuple[str, ...]
     image_size: int = 224  # side of the crops, in pixels
     workers: int = 0  # threads that decode; 0: decode in the calling thread
+    interpolation: str = "bilinear"  # or bicubic
+    test_crop: float = 0.875  # side of the test crops as a share of the shorter side
 
     @property
     def num_classes(self) -> int:
@@ -58,6 +60,8 @@ def load_folder(
     image_size: int = 224,
     workers: int = 0,
     skip: Collection[str] = (),
+    interpolation: str = "bilinear",
+    test_crop: float = 0.875,
 ) -> FolderImages:
     """Find the images of a folder in the layout that ``load_data`` describes.
 
@@ -67,6 +71,8 @@ def load_folder(
         image_size: side of the crops in pixels.
         workers: number of threads that decode.
         skip: files to leave out.
+        interpolation: of the images when they are resized, bilinear or bicubic.
+        test_crop: side of the test crops as a share of the shorter side.
     """
     if image_size < 1:
         raise InputError(f"image_size must be >= 1, got {image_size}")
@@ -114,6 +120,8 @@ def load_folder(
         class_names=tuple(class_names),
         image_size=image_size,
         workers=workers,
+        interpolation=interpolation,
+        test_crop=test_crop,
     )
     empty = _absent(found)
     if empty:

@@ -1,17 +1,35 @@
-"""The paper's networks by name (Section 5, Appendix B), and timm models as ``timm:NAME``."""
+"""The paper's networks by name (Section 5, Appendix B), and other models.
+
+Others are ``timm:NAME``, ``torchvision:NAME``, and ``MODULE:FUNCTION`` for a model of your own.
+"""
 
 import inspect
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.networks.network import Network
+from isda.experiments.networks.pretrained import LoadedWeights, Preprocessing, find_weights
 from isda.experiments.networks.stochastic import bind_key
 
-__all__ = ["NETWORKS", "Network", "bind_key", "create_network", "own_image_size"]
+__all__ = [
+    "NETWORKS",
+    "LoadedWeights",
+    "Network",
+    "bind_key",
+    "create_network",
+    "find_weights",
+    "has_layer_norm",
+    "outline",
+    "own_image_size",
+    "own_preprocessing",
+]
 
 NETWORKS = {
     "resnet8": "resnet",
@@ -43,15 +61,18 @@ def create_network(
     in_channels: int = 3,
     drop_rate: float = 0.0,
     generator: torch.Generator | None = None,
+    weights: Path | None = None,
 ) -> Network:
     """Build a network by name.
 
     Args:
-        name: a key of ``NETWORKS``, or ``timm:NAME``.
+        name: a key of ``NETWORKS``, ``timm:NAME``, ``torchvision:NAME`` or ``MODULE:FUNCTION``.
         num_classes: number of classes C.
         in_channels: channels of the images; the ImageNet networks require 3.
         drop_rate: dropout rate; ResNeXt, Shake-Shake and the ImageNet ResNets have no dropout.
         generator: CPU generator of the initial weights; by default torch's global one.
+        weights: file of pretrained weights, see :func:`find_weights`; ``network.weights`` says
+            what was loaded from it.
 
     Example:
         >>> network = create_network("resnet32", num_classes=100)
@@ -65,7 +86,7 @@ def create_network(
     if not 0 <= drop_rate < 1:
         raise InputError(f"drop_rate must be in [0, 1), got {drop_rate}")
     builder = _builder(name)
-    options: dict[str, float] = {}
+    options: dict[str, Any] = {} if weights is None else {"weights": weights}
     accepted = inspect.signature(builder).parameters
     for option, value, default in (("in_channels", in_channels, 3), ("drop_rate", drop_rate, 0)):
         if option in accepted:
@@ -88,11 +109,54 @@ def own_image_size(name: str) -> int | None:
     return image_size(name.removeprefix("timm:"))
 
 
+def own_preprocessing(name: str) -> Preprocessing | None:
+    """How the images of the pretrained weights were prepared; None if nobody knows."""
+    kind, _, model = name.partition(":")
+    if kind == "timm":
+        from isda.experiments.networks.timm import preprocessing  # slow to import
+
+        return preprocessing(model)
+    if kind == "torchvision":
+        from isda.experiments.networks.wrapped import torchvision_preprocessing  # slow to import
+
+        return torchvision_preprocessing(model)
+    return None
+
+
+def has_layer_norm(name: str) -> bool:
+    """Whether a network has layer norm or RMS norm, as transformers do."""
+    kinds = {type(part) for part in outline(name, num_classes=2).modules()}
+    return any(
+        issubclass(kind, nn.LayerNorm) or "rmsnorm" in kind.__name__.lower() for kind in kinds
+    )
+
+
+def outline(name: str, **options: Any) -> Network:
+    """A network to look at: without values, if it can be built so; options as create_network."""
+    try:
+        with torch.device("meta"):
+            return create_network(name, **options)
+    except Exception:  # it reads a value while it is built; other errors are raised below
+        return create_network(name, **options)
+
+
 def _builder(name: str) -> Callable[..., Network]:
-    if name.startswith("timm:"):
+    kind, colon, model = name.partition(":")
+    if kind == "timm" and colon:
         from isda.experiments.networks.timm import TimmNetwork  # slow to import
 
-        return partial(TimmNetwork, name.removeprefix("timm:"))
+        return partial(TimmNetwork, model)
+    if colon:
+        from isda.experiments.networks.wrapped import (  # slow to import
+            create_own,
+            create_torchvision,
+        )
+
+        return (
+            partial(create_torchvision, model)
+            if kind == "torchvision"
+            else partial(create_own, name)
+        )
     if name not in NETWORKS:
         raise unknown("network", name, NETWORKS)
     module = import_module(f"isda.experiments.networks.{NETWORKS[name]}")  # torchvision is slow

@@ -9,6 +9,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from isda.experiments.networks.pretrained import LoadedWeights
+
 __all__ = ["ConvNetwork", "Network", "conv", "initialise_convolutions", "stages"]
 
 Fan = Literal["fan_in", "fan_out"]
@@ -20,6 +22,9 @@ class Network(nn.Module):
     Shape:
         images (N, channels, height, width); features (N, A); logits (N, C).
     """
+
+    weights: LoadedWeights | None = None
+    """What the network was started from; None: random numbers."""
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Features (N, A), the input of the linear head."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -11,13 +12,19 @@ from torch import Tensor, nn
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.networks.network import Network
+from isda.experiments.networks.pretrained import (
+    Preprocessing,
+    load_tensors,
+    loaded,
+    read_tensors,
+)
 from isda.experiments.networks.stochastic import Dropout, DropPath
 
-__all__ = ["TimmNetwork", "image_size"]
+__all__ = ["TimmNetwork", "image_size", "preprocessing"]
 
 
 class TimmNetwork(Network):
-    """A timm model without pretrained weights, with optional dropout before its linear head.
+    """A timm model, with optional dropout before its linear head.
 
     A head that is a 1×1 convolution is replaced by the equivalent linear layer. Dropout and
     stochastic depth, which some models enable, are replaced by the layers of
@@ -25,7 +32,13 @@ class TimmNetwork(Network):
     """
 
     def __init__(
-        self, name: str, *, num_classes: int, in_channels: int = 3, drop_rate: float = 0.0
+        self,
+        name: str,
+        *,
+        num_classes: int,
+        in_channels: int = 3,
+        drop_rate: float = 0.0,
+        weights: Path | None = None,
     ) -> None:
         super().__init__()
         if not timm.is_model(name):
@@ -38,16 +51,19 @@ class TimmNetwork(Network):
         except Exception as error:  # models raise different errors
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"timm:{name} cannot be built: {reason}") from error
-        _own_random_layers(self.model)
-        classifier = self.get_classifier()
-        if isinstance(classifier, nn.Conv2d) and classifier.kernel_size == (1, 1):
-            path = next(path for path, part in self.model.named_modules() if part is classifier)
-            self.model.set_submodule(path, _linear(classifier))
-        elif not isinstance(classifier, nn.Linear):
+        classifier: Any = self.get_classifier()
+        is_conv = isinstance(classifier, nn.Conv2d) and classifier.kernel_size == (1, 1)
+        if not is_conv and not isinstance(classifier, nn.Linear):
             kind = type(classifier).__name__
             raise InputError(
                 f"timm:{name} must end in an nn.Linear or a 1×1 nn.Conv2d, but ends in a {kind}"
             )
+        path = next(path for path, part in self.model.named_modules() if part is classifier)
+        if weights is not None:
+            self._load(weights, path, in_channels)
+        _own_random_layers(self.model)
+        if is_conv:
+            self.model.set_submodule(path, _linear(classifier))
         self.dropout = Dropout(drop_rate) if drop_rate else None
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -78,6 +94,36 @@ class TimmNetwork(Network):
     def get_classifier(self) -> nn.Linear:
         return self.model.get_classifier()
 
+    def _load(self, weights: Path, head: str, in_channels: int) -> None:
+        """Load a file with timm's names, or one that timm can convert to them."""
+        tensors = read_tensors(weights)
+        new, misfit = load_tensors(self.model, head, tensors)
+        if misfit:
+            converted = self._converted(tensors, in_channels)
+            if converted is None:
+                raise InputError(f"{weights} does not fit timm:{self.name}: {misfit}")
+            new, misfit = load_tensors(self.model, head, converted)
+            if misfit:
+                raise InputError(f"{weights} does not fit timm:{self.name}: {misfit}")
+        self.weights = loaded(weights, self.model, new)
+
+    def _converted(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor] | None:
+        """Tensors of another code base with timm's names; None if timm cannot convert them."""
+        found = timm.get_pretrained_cfg(self.name)
+        if found is None or in_channels != 3:  # then timm would not say what it leaves out
+            return None
+        try:
+            original = timm.create_model(
+                self.name,
+                pretrained=True,
+                num_classes=found.num_classes,
+                pretrained_cfg_overlay={"state_dict": dict(tensors), "label_offset": 0},
+            )
+        except Exception:  # the file is of another model
+            return None
+        result: dict[str, Tensor] = original.state_dict()
+        return result
+
 
 def image_size(name: str) -> int | None:
     """Image size that a model was designed for; None if timm does not know the name."""
@@ -86,6 +132,23 @@ def image_size(name: str) -> int | None:
     except RuntimeError:  # the tag belongs to another model
         return None
     return None if configuration is None else configuration.input_size[-1]
+
+
+def preprocessing(name: str) -> Preprocessing:
+    """How the images were prepared that a model was pretrained on."""
+    try:
+        found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    except RuntimeError:  # the tag belongs to another model
+        found = None
+    if found is None:
+        raise unknown("timm model", name, [*timm.list_models(), *timm.list_pretrained()])
+    return Preprocessing(
+        image_size=found.input_size[-1],
+        mean=tuple(found.mean),
+        std=tuple(found.std),
+        interpolation=found.interpolation,
+        test_crop=min(1.0, found.crop_pct),
+    )
 
 
 def _own_random_layers(model: nn.Module) -> None:

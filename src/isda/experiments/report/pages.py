@@ -65,6 +65,8 @@ def write_comparison_page(
         (field, *(_setting(side.recipe, field) for side in result.sides))
         for field in result.method.recipe.as_dict()
     ]
+    if result.method.recipe.pretrained:
+        fields.append(("pretrained weights", *(_pretrained(side) for side in result.sides)))
     text = _page(
         "compare.html",
         result=result,
@@ -241,6 +243,11 @@ def _seed_difference(result: Comparison, seed: int) -> str:
 
 def _optional(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
+
+
+def _pretrained(side: Side) -> str:
+    """The files that the runs of a side were started from, in words."""
+    return "; ".join(dict.fromkeys(run.pretrained for run in side.runs.values()))
 
 
 def _setting(recipe: Recipe, field: str) -> str:

@@ -15,14 +15,22 @@ from torch import Tensor, nn
 
 from isda import distributed
 from isda.experiments.data.arrays import ImageArrays, rank_slice, steps_per_epoch
+from isda.experiments.data.features import FeatureArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import create_criterion
-from isda.experiments.networks import Network, bind_key, create_network
+from isda.experiments.networks import Network, bind_key, create_network, find_weights
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
+from isda.experiments.networks.probe import Probe
 from isda.experiments.settings import Recipe
 from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.metrics import classification_metrics, classified
+from isda.experiments.training.optimizer import (
+    create_optimizer,
+    optimizer_state,
+    rates,
+    set_rates,
+)
 from isda.experiments.training.run_images import RunImages, compile_once
 
 __all__ = ["Lane"]
@@ -71,17 +79,7 @@ class Lane:
         self._random = bind_key(self.network, self.step_key) > 0
 
         self.parameters = list(self.network.parameters())
-        self.optimizer = torch.optim.SGD(
-            self.parameters,
-            lr=self.learning_rate,
-            momentum=recipe.momentum,
-            nesterov=recipe.nesterov,
-            weight_decay=recipe.weight_decay,
-            fused=True,
-        )
-        if recipe.momentum:  # zeros, so that the first step needs no special case
-            for parameter in self.parameters:
-                self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        self.optimizer = create_optimizer(recipe, self.network, self.learning_rate)
         self._model = self._create_model()
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
@@ -89,12 +87,19 @@ class Lane:
     @staticmethod
     def create_network(recipe: Recipe, data: ImageArrays | DecodedImages, seed: int) -> Network:
         """Network of a recipe for a data set, with the initial weights of a seed."""
+        if isinstance(data, FeatureArrays):
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
+                classes, drop_rate = data.num_classes, recipe.drop_rate
+                return Probe(data.backbone, num_classes=classes, drop_rate=drop_rate)
+        weights = find_weights(recipe.network, recipe.weights) if recipe.pretrained else None
         return create_network(
             recipe.network,
             num_classes=data.num_classes,
             in_channels=data.image_shape[0],
             drop_rate=recipe.drop_rate,
             generator=torch.Generator().manual_seed(seed),
+            weights=weights,
         )
 
     @property
@@ -119,13 +124,13 @@ class Lane:
         if self._random:
             self.step_key.copy_(step_key)
         self.zero_grad()
+        set_rates(self.optimizer, self.learning_rate, self._warmup_factor())
         with self._autocast():
             features, logits = self._model(images)
         head = self.network.get_classifier()
         progress = self.progress
         if self.recipe.ramp == "step":
-            per_epoch = steps_per_epoch(self.num_images, self.recipe.batch_size)
-            progress = self.steps / (self.recipe.epochs * per_epoch)
+            progress = self.steps / (self.recipe.epochs * self._steps_per_epoch)
         loss = self.criterion(
             features, head.weight, target, bias=head.bias, logits=logits, progress=progress
         )
@@ -164,7 +169,8 @@ class Lane:
             if module is not None:
                 yield from module.parameters()
                 yield from module.buffers()
-        yield from self._momentum()
+        yield from optimizer_state(self.optimizer)
+        yield from rates(self.optimizer, self.learning_rate)
         yield self.position
         yield self.steps
         yield self.total_loss
@@ -178,7 +184,7 @@ class Lane:
             "data": self._data_size(),
             "network": self.network.state_dict(),
             "criterion": self.criterion.state_dict(),
-            "momentum": self._momentum(),
+            "momentum": optimizer_state(self.optimizer),
         }
         return state if self.average is None else state | {"average": self.average.state_dict()}
 
@@ -197,7 +203,7 @@ class Lane:
         self.steps.copy_(state["steps"])
         self.network.load_state_dict(state["network"])
         self.criterion.load_state_dict(state["criterion"])
-        for buffer, saved in zip(self._momentum(), state["momentum"], strict=True):
+        for buffer, saved in zip(optimizer_state(self.optimizer), state["momentum"], strict=True):
             buffer.copy_(saved)
         if self.average is not None:
             self.average.load_state_dict(state["average"])
@@ -259,10 +265,15 @@ class Lane:
     def _layout(self) -> torch.memory_format:
         return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
 
-    def _momentum(self) -> list[Tensor]:
-        if not self.recipe.momentum:
-            return []
-        return [self.optimizer.state[parameter]["momentum_buffer"] for parameter in self.parameters]
+    @property
+    def _steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.num_images, self.recipe.batch_size)
+
+    def _warmup_factor(self) -> Tensor | None:
+        """Factor of the learning rate in this step, on the device; None without warm-up."""
+        if not self.recipe.warmup:
+            return None
+        return ((self.steps + 1) / (self.recipe.warmup * self._steps_per_epoch)).clamp(max=1)
 
     @torch.no_grad()
     def _update_average(self, average: nn.Module) -> None:

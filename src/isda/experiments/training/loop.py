@@ -20,7 +20,6 @@ import torch
 from tqdm import tqdm
 
 from isda import ISDALoss, distributed
-from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.predictions import save_predictions
@@ -28,20 +27,16 @@ from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
-from isda.experiments.training.failures import (
-    Failures,
-    free_memory,
-    reason_of,
-    together,
-)
+from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
+from isda.experiments.training.images import kept_images
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
-from isda.experiments.training.start import create_folders, finished_runs
+from isda.experiments.training.start import create_folders, finished_runs, require_weights
 from isda.experiments.training.tensorboard import create_writer, require_tensorboard
 
 __all__ = ["Plan", "train"]
@@ -120,20 +115,22 @@ class _Training:
         if self.options.resume and self.world == 1:
             self.runs |= finished_runs(self.plans, self.options)
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
+        require_weights([self.plans[number] for number in waiting], self.options)
         self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
-        for group, data in groups(self.plans, waiting, self.options, self.device):
+        self._images = locks.enter_context(kept_images())
+        for group in groups(self.plans, waiting, self.options, self.device, self._images):
             parts = [group]
             while parts:
                 part = [number for number in parts.pop(0) if number not in self.failures]
                 if self._width is not None and len(part) > self._width:
                     parts[:0] = [part[: self._width], part[self._width :]]
-                elif part and not self._train_part(part, data):
+                elif part and not self._train_part(part):
                     parts.insert(0, part)
 
-    def _train_part(self, part: list[int], data: ImageArrays | DecodedImages) -> bool:
+    def _train_part(self, part: list[int]) -> bool:
         """Train runs side by side; returns False to try again with fewer of them."""
         try:
-            self._train_group(part, data)
+            self._train_group(part)
             return True
         except (InputError, TimeUp):
             raise
@@ -158,14 +155,11 @@ class _Training:
                 self.failures.add(number, f"{folder}: {reason}")
         return True
 
-    def _lane(self, number: int, data: ImageArrays | DecodedImages) -> Lane:
-        plan = self.plans[number]
-        images = own_images(data, plan)
-        rank, world = self.rank, self.world
-        return Lane(plan.recipe, plan.seed, images, self.device, rank=rank, world=world)
-
-    def _train_group(self, group: list[int], data: ImageArrays | DecodedImages) -> None:
-        lanes = [self._lane(number, data) for number in group]
+    def _train_group(self, group: list[int]) -> None:
+        plans = [self.plans[number] for number in group]
+        data = self._images.get(plans[0].recipe, self.options, self.device)
+        options: Any = {"device": self.device, "rank": self.rank, "world": self.world}
+        lanes = [Lane(p.recipe, p.seed, own_images(data, p), **options) for p in plans]
         if self._begin is not None:
             with together():
                 if self.rank == 0:
@@ -291,7 +285,7 @@ def _metrics(
     loss, error, test_loss, calibration, top5_error = result
     return {
         "epoch": epoch,
-        "learning_rate": recipe.learning_rate_at(epoch),
+        "learning_rate": recipe.learning_rate_at(epoch) * recipe.warmup_at(epoch + 1),
         "strength": recipe.lambda_0 * recipe.progress_at(epoch),
         "train_loss": loss,
         "test_error": error,
@@ -352,6 +346,7 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
 
 
 def _load(lane: Lane, run: RunFolder) -> None:
+    run.record_weights(lane.network.weights)
     if run.load(lane.load_state_dict) is None:
         done = summary(run)
         if done.finished:  # an exported record has no checkpoint

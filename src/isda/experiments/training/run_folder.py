@@ -24,6 +24,7 @@ except ImportError:  # not on Windows
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.files import sync_folder, write_bytes, write_text, writing
 from isda.experiments.metrics_lines import require_metrics, sealed
+from isda.experiments.networks import LoadedWeights
 from isda.experiments.records import Run, read_recipe, require_name, summary
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training.environment import environment
@@ -85,6 +86,24 @@ class RunFolder(Run):
             run.environments.append(here)
             _write_config(folder, {**run._config, "environments": run.environments})
         return run
+
+    def record_weights(self, weights: LoadedWeights | None) -> None:
+        """Record in config.json what the network was started from.
+
+        Raises:
+            InputError: the run was started from other weights.
+        """
+        if weights is None:
+            return
+        before = self._config.get("weights")
+        if before is None:
+            self._config["weights"] = weights.as_dict()
+            _write_config(self.folder, self._config)
+        elif before.get("sha256") != weights.sha256:
+            raise InputError(
+                f"{self.folder} was started from weights with SHA-256 {before.get('sha256')}, but "
+                f"{weights.file} has {weights.sha256}: restore the file"
+            )
 
     def append(self, metrics: dict[str, Any]) -> None:
         """Append the metrics of an epoch and flush them to disk. Call it before ``save``."""

@@ -18,6 +18,7 @@ from isda.experiments.data.arrays import (
 )
 from isda.experiments.data.augmentation import Augmentation, create_augmentation
 from isda.experiments.data.batch_feed import BatchFeed
+from isda.experiments.data.features import FeatureArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.data.resized_crop import (
     PackedImages,
@@ -74,6 +75,8 @@ class RunImages:
             dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
             layout=torch.channels_last if recipe.channels_last else torch.contiguous_format,
         )
+        if isinstance(data, FeatureArrays):
+            self._normalize = partial(torch.Tensor.contiguous)
         self._feed: BatchFeed | None = None
         images = data.train_images
         if isinstance(images, Tensor) or (
@@ -179,8 +182,9 @@ def _create_augmentation(
             f"augment must be empty for {recipe.data}, whose image files are always cropped and "
             f"flipped, got {' '.join(recipe.augment)}"
         )
-    taps = taps_for(longest_side(data.train_images.size), data.image_size)
-    return RandomResizedCrop(data.image_size, taps)
+    longest = longest_side(data.train_images.size)
+    taps = taps_for(longest, data.image_size, data.interpolation)
+    return RandomResizedCrop(data.image_size, taps, data.interpolation)
 
 
 def _prepare(

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 
 import torch
 
+from isda.experiments.data.features import FeatureArrays
 from isda.experiments.errors import InputError, as_input_error
+from isda.experiments.networks import find_weights
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
 
-__all__ = ["create_folders", "finished_runs", "require_fit"]
+__all__ = ["create_folders", "finished_runs", "require_fit", "require_weights"]
 
 
 def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolder]:
@@ -30,6 +32,12 @@ def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolde
             if state is None or state["epoch"] == plan.recipe.epochs:
                 found[number] = run
     return found
+
+
+def require_weights(plans: Sequence[Plan], options: Options) -> None:
+    """Raise InputError if there is no file of pretrained weights; downloads it if so desired."""
+    for recipe in {plan.recipe for plan in plans if plan.recipe.pretrained}:
+        find_weights(recipe.network, recipe.weights, download=options.download)
 
 
 def create_folders(
@@ -60,6 +68,8 @@ def create_folders(
 
 def require_fit(lane: Lane) -> None:
     """Raise InputError if the network cannot take the images; changes nothing."""
+    if isinstance(lane.data, FeatureArrays):
+        return  # was verified when the features were computed
     recipe, device = lane.recipe, lane.device
     shape = lane.data.image_shape
     images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)

@@ -1,0 +1,235 @@
+"""Models that are not ours: ``torchvision:NAME``, and functions of your own, ``MODULE:FUNCTION``.
+
+A model must end in a linear layer. It is taken out of the model, which then returns the features,
+and becomes the head of the network.
+"""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isda.experiments.errors import InputError, unknown
+from isda.experiments.networks.network import Network
+from isda.experiments.networks.pretrained import (
+    Preprocessing,
+    load_tensors,
+    loaded,
+    read_tensors,
+)
+from isda.experiments.networks.stochastic import Dropout, DropPath
+from isda.heads import find_head
+
+__all__ = ["WrappedNetwork", "create_own", "create_torchvision", "torchvision_weights"]
+
+
+class WrappedNetwork(Network):
+    """A model that ends in a linear layer, with optional dropout before it.
+
+    Active dropout and stochastic depth are replaced by the layers of
+    :mod:`~isda.experiments.networks.stochastic`.
+
+    Args:
+        name: name of the model, for messages.
+        model: the model.
+        num_classes: number of classes C.
+        drop_rate: dropout rate before the head.
+        weights: file of pretrained weights.
+        rename: function that changes the names of the tensors in the file.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        *,
+        num_classes: int,
+        drop_rate: float = 0.0,
+        weights: Path | None = None,
+        rename: Callable[[str], str] = str,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        try:
+            head = find_head(model)
+        except ValueError as error:
+            reason = str(error).partition(";")[0]  # without arguments of attach
+            raise InputError(f"{name} cannot be used: {reason}") from error
+        if not isinstance(head, nn.Linear) or head is model or head.out_features != num_classes:
+            outputs = getattr(head, "out_features", "no")
+            raise InputError(
+                f"{name} must end in an nn.Linear with {num_classes} outputs, one per class, but "
+                f"ends in a {type(head).__name__} with {outputs} outputs"
+            )
+        _own_random_layers(model)
+        self._path = next(path for path, part in model.named_modules() if part is head)
+        if weights is not None:
+            tensors = {rename(key): value for key, value in read_tensors(weights).items()}
+            new, misfit = load_tensors(model, self._path, tensors)
+            if misfit:
+                raise InputError(f"{weights} does not fit {name}: {misfit}")
+            self.weights = loaded(weights, model, new)
+        model.set_submodule(self._path, nn.Identity())
+        self.model, self.head = model, head
+        self.dropout = Dropout(drop_rate) if drop_rate else None
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        features = self.model(x)
+        if not isinstance(features, Tensor) or features.dim() != 2:
+            shape = getattr(features, "shape", type(features).__name__)
+            raise InputError(
+                f"{self.name} must return logits (N, {self.num_classes}) in training, but the "
+                f"features before them are {shape}"
+            )
+        return features if self.dropout is None else self.dropout(features)
+
+    def check(self, images: Tensor, logits: Tensor) -> None:
+        """Raise InputError unless the logits are the linear head applied to the features."""
+        self.model.set_submodule(self._path, self.head)
+        try:
+            expected = self.model(images)
+        finally:
+            self.model.set_submodule(self._path, nn.Identity())
+        if not torch.allclose(expected, logits, rtol=1e-3, atol=1e-3):
+            raise InputError(
+                f"{self.name} must end in a linear layer: ISDA needs its weight and input, but it "
+                "changes the logits afterwards"
+            )
+
+    def get_classifier(self) -> nn.Linear:
+        return self.head
+
+
+def create_torchvision(
+    name: str, *, num_classes: int, drop_rate: float = 0.0, weights: Path | None = None
+) -> Network:
+    """A classifier of ``torchvision.models`` by name."""
+    models = _torchvision(name)
+    try:
+        model = models.get_model(name, weights=None, num_classes=num_classes)
+    except Exception as error:  # models raise different errors
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"torchvision:{name} cannot be built: {reason}") from error
+    rename = _densenet_name if name.startswith("densenet") else str
+    return WrappedNetwork(
+        f"torchvision:{name}",
+        model,
+        num_classes=num_classes,
+        drop_rate=drop_rate,
+        weights=weights,
+        rename=rename,
+    )
+
+
+def create_own(
+    spec: str,
+    *,
+    num_classes: int,
+    in_channels: int = 3,
+    drop_rate: float = 0.0,
+    weights: Path | None = None,
+) -> Network:
+    """The model that a function of the user returns.
+
+    Args:
+        spec: ``MODULE:FUNCTION``; modules in the current folder are found, too.
+        num_classes: number of classes, which the function takes.
+        in_channels: channels of the images; passed on if the function takes it.
+        drop_rate: dropout rate before the head.
+        weights: file of pretrained weights.
+    """
+    function = _own_function(spec)
+    takes = inspect.signature(function).parameters.values()
+    every = any(one.kind is one.VAR_KEYWORD for one in takes)
+    options = {"in_channels": in_channels} if every or _named("in_channels", takes) else {}
+    if not options and in_channels != 3:
+        raise InputError(f"{spec} must take in_channels for images with {in_channels} channels")
+    try:
+        model = function(num_classes=num_classes, **options)
+    except InputError:
+        raise
+    except Exception as error:  # of the user's code
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"{spec}(num_classes={num_classes}) failed: {type(error).__name__}: {reason}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{spec} must return an nn.Module, got {type(model).__name__}")
+    return WrappedNetwork(
+        spec, model, num_classes=num_classes, drop_rate=drop_rate, weights=weights
+    )
+
+
+def torchvision_weights(name: str) -> Any:
+    """The default pretrained weights of a torchvision model: address and transforms."""
+    models = _torchvision(name)
+    return models.get_model_weights(name).DEFAULT
+
+
+def torchvision_preprocessing(name: str) -> Preprocessing:
+    """How the images were prepared that the default weights were trained with."""
+    transforms = torchvision_weights(name).transforms()
+    size = transforms.crop_size[0]
+    return Preprocessing(
+        image_size=size,
+        mean=tuple(transforms.mean),
+        std=tuple(transforms.std),
+        interpolation=transforms.interpolation.value,
+        test_crop=min(1.0, size / transforms.resize_size[0]),
+    )
+
+
+def _torchvision(name: str) -> Any:
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    if name not in known:
+        raise unknown("torchvision model", name, known)
+    return models
+
+
+def _densenet_name(name: str) -> str:
+    """Name of a tensor in files that were made with an early version of torch."""
+    for part in ("norm", "conv"):
+        for number in ("1", "2"):
+            name = name.replace(f".{part}.{number}.", f".{part}{number}.")
+    return name
+
+
+def _own_function(spec: str) -> Callable[..., Any]:
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise InputError(f"network must be MODULE:FUNCTION, got {spec!r}")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as with python -m
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # of the user's code
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"network {spec}: cannot import {module}: {reason}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
+        raise unknown(f"function of {module}", name, known)
+    result: Callable[..., Any] = function
+    return result
+
+
+def _named(name: str, parameters: Any) -> bool:
+    return any(one.name == name for one in parameters)
+
+
+def _own_random_layers(model: nn.Module) -> None:
+    """Replace active dropout and stochastic depth layers by ours."""
+    from torchvision.ops import StochasticDepth
+
+    for path, layer in [*model.named_modules()]:
+        if isinstance(layer, nn.Dropout) and layer.p:
+            model.set_submodule(path, Dropout(layer.p))
+        elif isinstance(layer, StochasticDepth) and layer.p and layer.mode == "row":
+            model.set_submodule(path, DropPath(layer.p))

@@ -1,0 +1,217 @@
+"""The images that runs train on: one data set at a time, decoded once."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isda.experiments.data.arrays import ImageArrays, load_data, normalize
+from isda.experiments.data.cache_file import contents_key
+from isda.experiments.data.decoding import UnreadableFiles, few, one_line
+from isda.experiments.data.features import FeatureArrays, batched
+from isda.experiments.data.folder_cache import DecodedImages, center_crops, decode_folder
+from isda.experiments.data.folders import FolderImages
+from isda.experiments.errors import InputError, as_input_error
+from isda.experiments.networks import Network, create_network, find_weights
+from isda.experiments.networks.probe import Backbone
+from isda.experiments.settings import Options, Recipe
+
+__all__ = ["ImageStore", "Images", "kept_images", "load_files"]
+
+Images = ImageArrays | DecodedImages
+
+_kept: list["ImageStore"] = []  # of kept_images
+
+
+class ImageStore:
+    """Images on a device, of one data set at a time.
+
+    The next data set is loaded after the last one has been freed. Held-out images are taken out of
+    the decoded ones, so that the same files are not decoded again for another split.
+    """
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._whole: Images | None = None
+        self._split_key: object = None
+        self._split: Images | None = None
+
+    def get(self, recipe: Recipe, options: Options, device: torch.device) -> Images:
+        """Images of a recipe, ready for training; unreadable files are skipped if so desired."""
+        skipped: dict[str, str] = {}
+        while True:
+            if self._key == _settings(recipe, options, device):  # arrays, which never change
+                return self._split_of(recipe, None)
+            files = load_files(recipe, options, skip=skipped)
+            try:
+                self._load(recipe, options, device, files)
+                return self._split_of(recipe, files)
+            except UnreadableFiles as error:
+                if not options.skip_unreadable:
+                    raise
+                assert isinstance(files, FolderImages)
+                skipped |= error.reasons  # the rest may be divided differently into the two sets
+                warnings.warn(
+                    f"skipped {len(skipped)} images under {one_line(files.path)} that cannot be "
+                    f"decoded: {few(list(skipped))}",
+                    stacklevel=2,
+                )
+
+    def _load(
+        self,
+        recipe: Recipe,
+        options: Options,
+        device: torch.device,
+        files: ImageArrays | FolderImages,
+    ) -> None:
+        """Load all images of a data set, unless they are here."""
+        key = _settings(recipe, options, device)
+        if isinstance(files, FolderImages):
+            key += (contents_key(files),)
+        if key == self._key:
+            return
+        self._key = self._split_key = self._whole = self._split = None  # frees its memory
+        if recipe.freeze:
+            self._whole = _features(recipe, files, options, device)
+        elif isinstance(files, ImageArrays):
+            self._whole = files.to(device)
+        else:
+            self._whole = decode_folder(
+                files, cache=options.cache, device=device, check=_checks(recipe, options)
+            )
+        self._key = key
+
+    def _split_of(self, recipe: Recipe, files: ImageArrays | FolderImages | None) -> Images:
+        """The images of a recipe, of the data set that is here."""
+        whole = self._whole
+        assert whole is not None
+        if recipe.hold_out:
+            if self._split is None or self._split_key != recipe.hold_out:
+                self._split = None
+                if isinstance(whole, ImageArrays):
+                    self._split = whole.hold_out(recipe.hold_out)
+                else:
+                    assert isinstance(files, FolderImages)
+                    self._split = whole.hold_out(recipe.hold_out, files)
+                self._split_key = recipe.hold_out
+            whole = self._split
+        return whole if recipe.freeze else _normalised(whole, recipe)
+
+
+def load_files(recipe: Recipe, options: Options, *, skip: Any = ()) -> ImageArrays | FolderImages:
+    """Data set of a recipe without its split; image files are not decoded."""
+    return load_data(
+        recipe.data,
+        root=options.data_root,
+        download=options.download,
+        skip=skip,
+        image_size=recipe.image_size,
+        workers=options.workers,
+        interpolation=recipe.interpolation,
+        test_crop=recipe.test_crop,
+    )
+
+
+@contextlib.contextmanager
+def kept_images() -> Iterator[ImageStore]:
+    """Store of a training; inside another such context it is that of the outermost one.
+
+    Several trainings of one command, such as those of a search, decode their images once in it.
+    """
+    if _kept:
+        yield _kept[0]
+        return
+    _kept.append(ImageStore())
+    try:
+        yield _kept[0]
+    finally:
+        _kept.clear()
+
+
+def _settings(recipe: Recipe, options: Options, device: torch.device) -> tuple[object, ...]:
+    """What the images of a data set, or their features, depend on, besides the files."""
+    settings: tuple[object, ...] = (recipe.data, options.data_root, device, options.cache)
+    if not recipe.freeze:
+        return settings
+    weights = find_weights(recipe.network, recipe.weights)
+    network = (recipe.network, weights, weights.stat().st_mtime_ns, recipe.precision)
+    return (*settings, *network, recipe.mean, recipe.std)
+
+
+def _checks(recipe: Recipe, options: Options) -> bool:
+    """Whether to decode all files first, to find unreadable ones, if they are kept nowhere."""
+    # decoding the 1.3 million files of ImageNet takes as long as an epoch
+    return recipe.data != "imagenet" or options.skip_unreadable
+
+
+def _normalised(data: Images, recipe: Recipe) -> Images:
+    """The images, with mean and standard deviation of the recipe."""
+    if not recipe.mean:
+        return data
+    channels = data.image_shape[0]
+    if len(recipe.mean) != channels:
+        raise InputError(
+            f"mean must have {channels} values for {recipe.data}, one per channel, "
+            f"got {recipe.mean}"
+        )
+    return replace(data, mean=recipe.mean, std=recipe.std)
+
+
+@torch.no_grad()
+def _features(
+    recipe: Recipe, files: ImageArrays | FolderImages, options: Options, device: torch.device
+) -> FeatureArrays:
+    """Features of all images, as they are tested, by the frozen network of a recipe."""
+    sources: list[Any]
+    if isinstance(files, ImageArrays):
+        data: Images = files
+        sources = [files.train_images, files.test_images]
+    else:
+        check = _checks(recipe, options)
+        data = decode_folder(files, cache="off", device=device, check=check)
+        sources = [center_crops(files, part) for part in (files.train_files, files.test_files)]
+    data = _normalised(data, recipe)
+    network = create_network(
+        recipe.network,
+        num_classes=data.num_classes,
+        in_channels=data.image_shape[0],
+        generator=torch.Generator().manual_seed(0),
+        weights=find_weights(recipe.network, recipe.weights),
+    )
+    network.requires_grad_(False).eval().to(device)
+    _require_fit(network, recipe, data, device)
+
+    def features(images: Tensor) -> Tensor:
+        scaled = normalize(images.to(device), data.mean, data.std)
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+            return network.forward_features(scaled).float()
+
+    targets = (data.train_target, data.test_target)
+    size = max(1, min(recipe.batch_size, 256))
+    train, test = (
+        batched(source, len(target), features, batch_size=size, label=f"features of {part} images")
+        for source, target, part in zip(sources, targets, ("training", "test"), strict=True)
+    )
+    return FeatureArrays(
+        name=data.name,
+        train_images=train,
+        train_target=data.train_target.to(device),
+        test_images=test,
+        test_target=data.test_target.to(device),
+        mean=data.mean,
+        std=data.std,
+        class_names=tuple(data.class_names),
+        backbone=Backbone.of(network),
+    )
+
+
+def _require_fit(network: Network, recipe: Recipe, data: Images, device: torch.device) -> None:
+    shape = data.image_shape
+    images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
+    with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
+        logits = network(images)
+    network.check(images, logits)
