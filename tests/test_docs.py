@@ -259,7 +259,7 @@ def test_interval_of_a_mean() -> None:
 
 
 def test_every_block_of_a_page(records) -> None:
-    assert {"effect", "verdicts", "summary", "lambda_0"} == BLOCKS.keys()
+    assert {"effect", "verdicts", "summary", "lambda_0", "calibration"} == BLOCKS.keys()
     rows = BLOCKS["effect"](records, "cifar100-").splitlines()
     assert len(rows) == 3
     assert rows[2].startswith(

@@ -19,6 +19,7 @@ from isda.experiments.recipes import DEFAULT, OWN_IMAGES, get_recipe
 from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
 
 __all__ = [
+    "CalibrateArguments",
     "CompareArguments",
     "CostArguments",
     "ListArguments",
@@ -71,6 +72,15 @@ class SearchArguments(TrainArguments):
 
     with_baseline: bool = False
     """Also train plain cross entropy on the same split, for comparison."""
+
+
+@dataclass(frozen=True)
+class CalibrateArguments(TrainArguments):
+    """Arguments of ``isda calibrate``."""
+
+    methods: tuple[str, ...] = ("ce", "label_smoothing", "isda")
+    """Losses to train side by side. Without --hold-out, a tenth of the training images is held out
+    (imagenet: 50,000), and the temperature is fitted on them."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,7 @@ class QueueArguments:
     """Arguments of ``isda queue``."""
 
     file: tyro.conf.Positional[Path]
-    """Text file with one command per line: train, compare, search or table."""
+    """Text file with one command per line: train, compare, search, calibrate or table."""
 
     results: Path = Path("results")
     """Folder of run records: runs that it has finished are skipped."""

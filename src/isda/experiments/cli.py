@@ -1,4 +1,4 @@
-"""The command line: ``isda train | compare | search | table | queue | report | cost | list``.
+"""The command line: ``isda train``, ``compare`` and the other commands of :mod:`isda_command`.
 
 Every command imports what it needs when it runs: printing a table does not import the training
 code.
@@ -156,6 +156,16 @@ def _search(words: list[str]) -> None:
         print(f"{search_table(result)}\n{result.record}")
 
 
+def _calibrate(words: list[str]) -> None:
+    """Train without held-out images, fit a temperature on them, and compare NLL and ECE."""
+    from isda.experiments.calibrate import calibrate
+    from isda.experiments.plans import plan_calibrate
+    from isda.experiments.report.calibrated import calibration_text
+
+    planned = plan_calibrate(words, description=COMMANDS["calibrate"])
+    print(calibration_text(calibrate(planned, planned.options)))
+
+
 def _table(words: list[str]) -> None:
     """Show a table of the paper with our numbers, or train one of its cells."""
     from isda.experiments.arguments import TableArguments, parse
@@ -264,6 +274,7 @@ _FUNCTIONS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "compare": _compare,
     "search": _search,
+    "calibrate": _calibrate,
     "table": _table,
     "queue": _queue,
     "report": _report,

@@ -1,8 +1,8 @@
 """A queue: a text file with one command per line, trained in this order.
 
-Every line starts with train, compare, search or table; # starts a comment. Runs that are finished,
-in the folder of the runs or in that of the records, are skipped, others are started or resumed. So
-the command can be stopped or killed at any time and started again.
+Every line starts with train, compare, search, calibrate or table; # starts a comment. Runs that
+are finished, in the folder of the runs or in that of the records, are skipped, others are started
+or resumed. So the command can be stopped or killed at any time and started again.
 """
 
 import dataclasses
@@ -14,18 +14,27 @@ from pathlib import Path
 
 from isda.experiments.arguments import QueueArguments, SearchArguments, parse_recipe
 from isda.experiments.auto import choose_lambda_0
+from isda.experiments.calibrate import calibrate
+from isda.experiments.calibration import load_calibration
 from isda.experiments.errors import InputError, TimeUp, unknown
-from isda.experiments.plans import AutoComparison, Planned, plan_command
+from isda.experiments.plans import (
+    AutoComparison,
+    Calibrations,
+    Planned,
+    plan_calibrate,
+    plan_command,
+)
 from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.search import search, search_table
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.failures import finished_first
+from isda.experiments.training.groups import Plan
 
 __all__ = ["read_queue", "work_through"]
 
-_COMMANDS = ("train", "compare", "search", "table")
+_COMMANDS = ("train", "compare", "search", "calibrate", "table")
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ class _Line:
     text: str
     """The command."""
 
-    task: Planned | AutoComparison | _Search
+    task: Planned | AutoComparison | Calibrations | _Search
     """What to train."""
 
 
@@ -88,6 +97,8 @@ def work_through(given: QueueArguments) -> None:
         try:
             if isinstance(line.task, _Search):
                 _search(line, line.task, options)
+            elif isinstance(line.task, Calibrations):
+                _calibrate(line, line.task, options, given.results)
             elif isinstance(line.task, AutoComparison):
                 with join_processes(options.device):  # for both trainings
                     planned, _ = choose_lambda_0(replace(line.task, options=options))
@@ -104,10 +115,12 @@ def work_through(given: QueueArguments) -> None:
         raise InputError(f"{len(failed)} of {len(lines)} lines failed: {', '.join(failed)}")
 
 
-def _task(words: list[str]) -> Planned | AutoComparison | _Search:
+def _task(words: list[str]) -> Planned | AutoComparison | Calibrations | _Search:
     if words[0] not in _COMMANDS:
         raise unknown("command of a queue", words[0], _COMMANDS)
     try:
+        if words[0] == "calibrate":
+            return plan_calibrate(words[1:])
         if words[0] != "search":
             return plan_command(words)
         return _Search(*parse_recipe(SearchArguments, "search", words[1:], description=""))
@@ -117,7 +130,7 @@ def _task(words: list[str]) -> Planned | AutoComparison | _Search:
 
 def _train(line: _Line, planned: Planned, options: Options, results: Path) -> None:
     plans = planned.plans()
-    waiting = [plan for plan in plans if not _is_finished(plan, options.out, results)]
+    waiting = [plan for plan in plans if not _finished(plan, options.out, results)]
     done = len(plans) - len(waiting)
     print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
     if not waiting:
@@ -145,17 +158,28 @@ def _search(line: _Line, task: _Search, options: Options) -> None:
         print(f"{search_table(result)}\n{result.record}", flush=True)
 
 
-def _is_finished(plan: loop.Plan, *folders: Path) -> bool:
-    """Whether one of the folders has a finished run of the plan, with the same recipe."""
+def _calibrate(line: _Line, task: Calibrations, options: Options, results: Path) -> None:
+    folders = options.out, results
+
+    def waiting(plan: Plan) -> bool:
+        return not any(map(load_calibration, _finished(plan, *folders)))
+
+    print(f"{line.place}: {line.text}", flush=True)
+    for run in calibrate(task, options, waiting=waiting):
+        found = load_calibration(run)
+        assert found is not None
+        print(f"{run.folder}: temperature {found.temperature:.3f}", flush=True)
+
+
+def _finished(plan: Plan, *folders: Path) -> list[Run]:
+    """Finished runs of a plan in the folders, with the same recipe."""
     found: list[Run] = []
     for folder in folders:
         path = folder / plan.name / str(plan.seed)
         if (path / "config.json").exists():
             found += load_runs(path.parent)
-    return any(
-        run.seed == plan.seed and summary(run).finished and run.recipe == plan.recipe
-        for run in found
-    )
+    return [run for run in found if run.seed == plan.seed and summary(run).finished
+            and run.recipe == plan.recipe]  # fmt: skip
 
 
 def _merged(given: Options, line: Options) -> Options:

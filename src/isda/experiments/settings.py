@@ -15,10 +15,12 @@ __all__ = ["AUGMENTATIONS", "METHODS", "Options", "Recipe", "differing_fields", 
 AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")
 """Image augmentations by name, in the order in which they are applied."""
 
-Method = Literal["ce", "isda", "large_margin", "disturb_label", "focal", "center", "lq"]
+Method = Literal[
+    "ce", "isda", "large_margin", "disturb_label", "focal", "center", "lq", "label_smoothing"
+]  # fmt: skip
 
 METHODS: tuple[str, ...] = get_args(Method)
-"""Losses by name: cross entropy, ISDA and the baselines of Table 4."""
+"""Losses by name: cross entropy, ISDA, the baselines of Table 4, and label smoothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class Recipe:
     """Network by name, or timm:NAME."""
 
     method: Method = "isda"
-    """Loss: cross entropy, ISDA, or a baseline of Table 4."""
+    """Loss: cross entropy, ISDA, a baseline of Table 4, or label smoothing."""
 
     augment: tuple[str, ...] = ()
     """Augmentations: crop, flip, autoaugment, cutout, always applied in this order. Image files

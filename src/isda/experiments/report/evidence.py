@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, Summary, summary
+from isda.experiments.report.calibrated import calibrations
 from isda.experiments.report.comparison import (
     Comparison,
     Side,
@@ -210,6 +211,7 @@ BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
     "verdicts": _verdicts,
     "summary": _summary,
     "lambda_0": _strengths,
+    "calibration": calibrations,
 }
 """Blocks by name, from run records and the prefix of the recipes to show."""
 

@@ -15,7 +15,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.lane import Lane
 
-__all__ = ["Plan", "groups", "load_images", "own_images", "same_steps"]
+__all__ = ["Plan", "groups", "load_images", "on_device", "own_images", "same_steps"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def groups(
     """Indices of the plans that train side by side, with their data; one data set at a time."""
     while waiting:
         first = plans[waiting[0]].recipe
-        data = _on_device(first, options, device)
+        data = on_device(first, options, device)
         same = [n for n in waiting if same_steps(plans[n].recipe, first)]
         waiting = [n for n in waiting if n not in same]
         width = _side_by_side(first, data, options, device)
@@ -85,7 +85,7 @@ def same_steps(one: Recipe, other: Recipe) -> bool:
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 
-def _on_device(
+def on_device(
     recipe: Recipe, options: Options, device: torch.device
 ) -> ImageArrays | DecodedImages:
     """Data set of a recipe, ready for training; unreadable files are skipped if so desired."""
