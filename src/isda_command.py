@@ -21,6 +21,7 @@ COMMANDS = {
     "table": "Show a table of the paper with our numbers, or train a cell of it.",
     "queue": "Train what a file of commands needs; skip what is finished.",
     "report": "Show all tables with our numbers, export records, update pages.",
+    "weights": "Write the weights of a finished run, with a model card.",
     "cost": "Measure what ISDA adds to a training step in time and memory.",
     "list": "Show all recipes with the paper's test error and ours.",
 }

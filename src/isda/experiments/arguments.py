@@ -28,6 +28,7 @@ __all__ = [
     "SearchArguments",
     "TableArguments",
     "TrainArguments",
+    "WeightsArguments",
     "parse",
     "parse_recipe",
 ]
@@ -171,6 +172,17 @@ class ReportArguments:
 
     costs: tuple[Path, ...] = ()
     """CSV files written by isda cost, to show below Table 1."""
+
+
+@dataclass(frozen=True)
+class WeightsArguments:
+    """Arguments of ``isda weights``."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a finished run with its checkpoint: OUT/<recipe>/<seed>."""
+
+    out: Path
+    """File to write, NAME.safetensors; the model card is NAME.md."""
 
 
 @dataclass(frozen=True)

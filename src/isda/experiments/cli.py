@@ -247,6 +247,15 @@ def _report(words: list[str]) -> None:
         print(given.page)
 
 
+def _weights(words: list[str]) -> None:
+    """Write the weights of a finished run as safetensors, with a model card."""
+    from isda.experiments.arguments import WeightsArguments, parse
+    from isda.experiments.weights import export_weights
+
+    given = parse(WeightsArguments, "weights", words, description=COMMANDS["weights"])
+    print(*export_weights(given.run, given.out), sep="\n")
+
+
 def _cost(words: list[str]) -> None:
     """Measure what ISDA adds to a training step in time and memory (Table 1)."""
     from isda.experiments.arguments import CostArguments, parse
@@ -278,6 +287,7 @@ _FUNCTIONS: dict[str, Callable[[list[str]], None]] = {
     "table": _table,
     "queue": _queue,
     "report": _report,
+    "weights": _weights,
     "cost": _cost,
     "list": _list,
 }
