@@ -9,7 +9,7 @@ import io
 import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -146,6 +146,14 @@ class QueueArguments:
 
     results: Path = Path("results")
     """Folder of run records: runs that it has finished are skipped."""
+
+    engine: Literal["local", "ray"] = "local"
+    """local: in this process, line by line. ray: on all GPUs of a Ray cluster, one worker each, or
+    in --processes workers on CPUs."""
+
+    address: str | None = None
+    """Address of a Ray cluster, such as auto or ray://HOST:10001; None: an instance on this machine
+    with all its GPUs."""
 
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
     """How to run the training; options in a line take precedence. Runs are always resumed."""

@@ -8,7 +8,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from isda._version import __version__
-from isda.experiments.data.arrays import CIFAR_MEAN, CIFAR_STD, load_data
+from isda.experiments.data.arrays import CIFAR_MEAN, CIFAR_STD, ImageArrays, load_data
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_bytes, write_text
@@ -136,8 +136,8 @@ trained with this loss, next to one of the same recipe with another loss.
 
 ## Caveats
 
-* Every image gets one of the {about["num_classes"]} classes of {recipe.data}, whatever it shows. The
-  network was not tested on images from other sources.
+* Every image gets one of the {about["num_classes"]} classes of {recipe.data}, whatever it shows.
+  The network was not tested on images from other sources.
 * Probabilities are calibrated, if at all, for images like the test images above.
 * The license of the data set applies, also to what may be derived from the weights.
 * One seed does not show whether a method is better than another: compare several.
@@ -178,6 +178,7 @@ def _normalization(data: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation by which the images were normalised, of values from 0 to 1."""
     if data == "digits":
         digits = load_data(data)
+        assert isinstance(digits, ImageArrays)
         return digits.mean, digits.std
     if data in ("cifar10", "cifar100"):
         return CIFAR_MEAN, CIFAR_STD

@@ -15,7 +15,19 @@ from isda.experiments.errors import InputError
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.lane import Lane
 
-__all__ = ["Plan", "groups", "load_images", "on_device", "own_images", "same_steps"]
+__all__ = [
+    "MOST_SIDE_BY_SIDE",
+    "Plan",
+    "groups",
+    "load_images",
+    "on_device",
+    "own_images",
+    "same_steps",
+]
+
+
+MOST_SIDE_BY_SIDE = 6
+"""Most runs side by side, unless ``--side-by-side`` says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -127,4 +139,4 @@ def _side_by_side(
     with torch.device("meta"):
         network = Lane.create_network(recipe, data, seed=0)
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    return max(1, min(6, 36_000_000 // parameters))
+    return max(1, min(MOST_SIDE_BY_SIDE, 36_000_000 // parameters))
