@@ -269,7 +269,7 @@ class Options:
     has room for twice as many bytes."""
 
     side_by_side: int = 0
-    """Runs to train at the same time on a GPU; 0 chooses 1 to 6 by the size of the network."""
+    """Runs to train at the same time on a GPU; 0: measure which number is the fastest."""
 
     processes: int = 1
     """Processes that train runs at the same time on a CPU, each with one thread."""

@@ -14,6 +14,7 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.lane import Lane
+from isda.experiments.training.width import fastest_width
 
 __all__ = [
     "MOST_SIDE_BY_SIDE",
@@ -27,7 +28,7 @@ __all__ = [
 
 
 MOST_SIDE_BY_SIDE = 6
-"""Most runs side by side, unless ``--side-by-side`` says otherwise."""
+"""Most runs side by side of which small networks are expected to train fastest."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ def groups(
         data = on_device(first, options, device)
         same = [n for n in waiting if same_steps(plans[n].recipe, first)]
         waiting = [n for n in waiting if n not in same]
-        width = _side_by_side(first, data, options, device)
         if first.compile and device.type == "cuda":
             torch.compiler.reset()  # other networks count against the recompile limit
+        width = _side_by_side([plans[n] for n in same], data, options, device)
         for start in range(0, len(same), width):
             yield same[start : start + width], data
 
@@ -126,7 +127,10 @@ def on_device(
 
 
 def _side_by_side(
-    recipe: Recipe, data: ImageArrays | DecodedImages, options: Options, device: torch.device
+    plans: Sequence[Plan],
+    data: ImageArrays | DecodedImages,
+    options: Options,
+    device: torch.device,
 ) -> int:
     if (
         device.type == "cpu"
@@ -137,6 +141,12 @@ def _side_by_side(
     if options.side_by_side:
         return options.side_by_side
     with torch.device("meta"):
-        network = Lane.create_network(recipe, data, seed=0)
+        network = Lane.create_network(plans[0].recipe, data, seed=0)
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    return max(1, min(MOST_SIDE_BY_SIDE, 36_000_000 // parameters))
+    expected = max(1, min(MOST_SIDE_BY_SIDE, 36_000_000 // parameters))
+
+    def create_lanes(number: int) -> list[Lane]:
+        return [Lane(plan.recipe, plan.seed, own_images(data, plan), device)
+                for plan in plans[:number]]  # fmt: skip
+
+    return fastest_width(plans[0].recipe, len(plans), expected, create_lanes, options)
