@@ -152,8 +152,8 @@ class QueueArguments:
     in --processes workers on CPUs."""
 
     address: str | None = None
-    """Address of a Ray cluster, such as auto or ray://HOST:10001; None: an instance on this machine
-    with all its GPUs."""
+    """Address of a Ray cluster, such as auto or HOST:6379; None: an instance on this machine, with
+    all its GPUs."""
 
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
     """How to run the training; options in a line take precedence. Runs are always resumed."""

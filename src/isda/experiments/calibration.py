@@ -75,6 +75,6 @@ def load_calibration(run: Run) -> Calibration | None:
             raise ValueError("has values that are not numbers >= 0")
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} is damaged: it {error}; isda calibrate writes it again"
+            f"{path} is damaged: it {error}; without it, isda calibrate measures again"
         ) from error
     return Calibration(**record)

@@ -58,9 +58,11 @@ class Workers:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing to anyone
         if device not in ("auto", "cpu", "cuda"):
             raise InputError(f"device must be auto, cpu or cuda with --engine ray, got {device!r}")
-        count = {"num_cpus": processes} if address is None and processes > 1 else {}
+        own: dict[str, Any] = {}  # settings of an instance that is started here
+        if address is None:
+            own = {"include_dashboard": False} | ({"num_cpus": processes} if processes > 1 else {})
         try:
-            ray.init(address or "local", include_dashboard=False, logging_level="ERROR", **count)
+            ray.init(address or "local", logging_level="ERROR", **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise InputError(f"no Ray cluster at address {address!r}: {reason}") from error
