@@ -17,9 +17,11 @@ COMMANDS = {
     "train": "Train a recipe, one run per seed.",
     "compare": "Train with cross entropy and with ISDA, and compare over seeds.",
     "search": "Choose λ₀ on held-out training images, then train on all and test.",
+    "calibrate": "Fit a temperature on held-out images; compare NLL and ECE.",
     "table": "Show a table of the paper with our numbers, or train a cell of it.",
     "queue": "Train what a file of commands needs; skip what is finished.",
     "report": "Show all tables with our numbers, export records, update pages.",
+    "weights": "Write the weights of a finished run, with a model card.",
     "cost": "Measure what ISDA adds to a training step in time and memory.",
     "list": "Show all recipes with the paper's test error and ours.",
 }
@@ -29,7 +31,7 @@ USAGE = "\n".join(
     [
         "usage: isda COMMAND [RECIPE] [FLAGS]",
         "",
-        *(f"  {name:8} {description}" for name, description in COMMANDS.items()),
+        *(f"  {name:9} {description}" for name, description in COMMANDS.items()),
         "",
         "A recipe is <data>-<network>-<method>. The default is",
         "digits-resnet8-isda, which needs no download and no GPU.",

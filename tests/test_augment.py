@@ -1,16 +1,22 @@
-"""Augmentation against loops over single images: numpy and torchvision."""
+"""Augmentation against loops over single images: numpy and Pillow."""
 
-from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
-from torchvision.transforms import v2
 
 from isda.experiments.data import augmentation, counter_rng
 from isda.experiments.data.augmentation import create_augmentation
-from isda.experiments.data.autoaugment import POLICY, autoaugment, draw_policies
+from isda.experiments.data.autoaugment import (
+    _OPERATIONS,
+    POLICY,
+    _variants,
+    autoaugment,
+    draw_policies,
+)
 from isda.experiments.errors import InputError
 
 
@@ -175,57 +181,93 @@ def test_names_are_checked() -> None:
         create_augmentation(("cutout",), hole=0)
 
 
-SIGNED = {
-    "ShearX",
-    "ShearY",
-    "TranslateX",
-    "TranslateY",
-    "Rotate",
-    "Brightness",
-    "Color",
-    "Contrast",
-}
-SIGNED |= {"Sharpness"}
+def pillow_operation(image: Image.Image, name: str, level: int | None, sign: int) -> Image.Image:
+    """An operation of AutoAugment on one image, with the settings of the authors' code."""
+    fill = 128 if image.mode == "L" else (128, 128, 128)
+    up_to = partial(np.linspace, 0, num=10)
+    width, height = image.size
+    enhance = {
+        "Brightness": ImageEnhance.Brightness,
+        "Color": ImageEnhance.Color,
+        "Contrast": ImageEnhance.Contrast,
+        "Sharpness": ImageEnhance.Sharpness,
+    }
+    if name in enhance:
+        return enhance[name](image).enhance(1 + sign * up_to(0.9)[level])
+    if name == "Rotate":  # always to the left
+        return image.rotate(up_to(30)[level], fillcolor=fill)
+    if name == "ShearY":
+        matrix = (1, 0, 0, sign * up_to(0.3)[level], 1, 0)
+        kind = Image.Resampling.BICUBIC
+        return image.transform(image.size, Image.Transform.AFFINE, matrix, kind, fillcolor=fill)
+    if name.startswith("Translate"):
+        share = sign * up_to(150 / 331)[level]
+        shift = (share * width, 0) if name == "TranslateX" else (0, share * height)
+        matrix = (1, 0, shift[0], 0, 1, shift[1])
+        return image.transform(image.size, Image.Transform.AFFINE, matrix, fillcolor=fill)
+    if name == "Posterize":
+        return ImageOps.posterize(image, int(np.round(np.linspace(8, 4, 10))[level]))
+    if name == "Solarize":
+        return ImageOps.solarize(image, np.linspace(256, 0, 10)[level])
+    plain = {
+        "AutoContrast": ImageOps.autocontrast,
+        "Equalize": ImageOps.equalize,
+        "Invert": ImageOps.invert,
+    }
+    return plain[name](image)
 
 
-def torchvision_autoaugment(images: Tensor, key: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """torchvision's transform on every image, with its random calls replaced by given values."""
-    transform = v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
+def pillow_autoaugment(images: Tensor, key: Tensor) -> Tensor:
     choice, applied, negative = (d.tolist() for d in draw_policies(len(images), key))
-
-    def answers(i: int) -> Iterator[Tensor]:
-        yield torch.tensor(choice[i])
-        for position, (operation, _, _) in enumerate(POLICY[choice[i]]):
-            yield torch.tensor(-1.0 if applied[i][position] else 2.0)  # always or never <= p
-            if applied[i][position] and operation in SIGNED:
-                yield torch.tensor(0.0 if negative[i][position] else 1.0)
-
     results = []
-    for i, image in enumerate(images):
-        stream = answers(i)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "randint", lambda *_, stream=stream: next(stream))
-            patch.setattr(torch, "rand", lambda *_, stream=stream: next(stream))
-            results.append(transform(image))
-        assert next(stream, None) is None
-    return torch.stack(results)
+    for i, pixels in enumerate(images.cpu()):
+        image = Image.fromarray(pixels.permute(1, 2, 0).numpy().squeeze())
+        for position, (name, _, level) in enumerate(POLICY[choice[i]]):
+            if applied[i][position]:
+                image = pillow_operation(image, name, level, -1 if negative[i][position] else 1)
+        results.append(torch.from_numpy(np.array(image)).view(*pixels.shape[1:], -1))
+    return torch.stack(results).permute(0, 3, 1, 2).to(images.device)
 
 
-@pytest.mark.parametrize("shape", [(600, 3, 32, 32), (150, 1, 8, 8), (60, 3, 24, 40)])
-def test_autoaugment_equals_torchvision(
-    shape: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shape", [(3000, 3, 32, 32), (300, 1, 8, 8), (300, 3, 24, 40)])
+@pytest.mark.parametrize("content", ["noise", "smooth"])
+def test_autoaugment_equals_pillow(
+    shape: tuple[int, ...], content: str, device: torch.device
 ) -> None:
-    coarse = torch.rand(shape[0], shape[1], 4, 4)
-    images = torch.nn.functional.interpolate(
-        coarse, shape[2:], mode="bilinear"
-    )  # smooth, dark to bright
-    images = (images * 255 + 20 * torch.randn(shape)).clamp(0, 255).to(torch.uint8).to(device)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # the blur depends on it
+    """Bit for bit: integers, and float32 or float64 in Pillow's order of operations."""
+    images = images_of(*shape, device=device)
+    if content == "smooth":  # values that repeat, channels that are constant, a narrow range
+        rows = torch.arange(shape[2], device=device)[:, None] * 3 + 40
+        images = (rows + images[..., :1, :1] % 90).expand(shape).to(torch.uint8).contiguous()
+        images[::5, -1] = 77
     before, key = images.clone(), counter_rng.key(11, device=device)
     result = autoaugment(images, key)
     assert torch.equal(images, before)
-    expected = torchvision_autoaugment(images, key, monkeypatch)
-    assert torch.equal(result, expected)
+    assert torch.equal(result, pillow_autoaugment(images, key))
+
+
+@pytest.mark.parametrize("name", sorted({name for pair in POLICY for name, _, _ in pair}))
+def test_every_operation_and_sign(name: str, device: torch.device) -> None:
+    images = images_of(40, 3, 32, 32, device=device)
+    levels = {level for pair in POLICY for other, _, level in pair if other == name}
+    for level in levels:
+        for sign in (1, -1):
+            variants, table = _variants(32, 32)
+            place = next((i, j) for i, pair in enumerate(POLICY) for j, one in enumerate(pair)
+                         if (one[0], one[2]) == (name, level))  # fmt: skip
+            operation, magnitude = variants[table[place[0]][place[1]][int(sign < 0)]]
+            found = _OPERATIONS[operation](images, magnitude)
+            for pixels, changed in zip(images.cpu(), found.cpu(), strict=True):
+                image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+                expected = np.array(pillow_operation(image, name, level, sign))
+                assert np.array_equal(changed.permute(1, 2, 0).numpy(), expected)
+
+
+def test_outside_is_grey(device: torch.device) -> None:
+    """torchvision's defaults would leave it black."""
+    white = torch.full((1, 3, 32, 32), 255, dtype=torch.uint8, device=device)
+    for name, magnitude in (("Rotate", 20.0), ("ShearY", 0.3), ("TranslateX", 14.5)):
+        assert _OPERATIONS[name](white, magnitude).unique().tolist() == [128, 255]
 
 
 def test_autoaugment_in_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +298,7 @@ def test_policy_is_the_published_one() -> None:
     assert len(POLICY) == 25
     assert POLICY[0] == (("Invert", 0.1, None), ("Contrast", 0.2, 6))
     assert POLICY[24] == (("TranslateY", 0.7, 9), ("AutoContrast", 0.9, None))
+    assert POLICY[16] == (("Equalize", 0.2, None), ("Equalize", 0.8, None))  # in the authors' code
 
 
 def test_epoch_part(device: torch.device) -> None:

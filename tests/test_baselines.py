@@ -28,6 +28,7 @@ from isda.experiments.losses.baselines import (
     CrossEntropyLoss,
     DisturbLabelLoss,
     FocalLoss,
+    LabelSmoothingLoss,
     LargeMarginLoss,
     LqLoss,
     center_loss,
@@ -51,6 +52,7 @@ CRITERIA: dict[str, Callable[[], nn.Module]] = {
     "ce": CrossEntropyLoss,
     "focal": lambda: FocalLoss(alpha=0.7, gamma=1.5),
     "lq": LqLoss,
+    "label_smoothing": lambda: LabelSmoothingLoss(smoothing=0.3),
     "disturb_label": lambda: DisturbLabelLoss(C, noise_rate=0.5, seed=3),
     "center": lambda: center(0.7),
     "large_margin": lambda: LargeMarginLoss(margin=3, beta_start=5.0),
@@ -106,6 +108,10 @@ def reference(criterion: nn.Module, x: Inputs) -> Tensor:
             loss = -criterion.alpha * (1 - p) ** criterion.gamma * torch.log(p)
         elif isinstance(criterion, LqLoss):
             loss = (1 - p**criterion.q) / criterion.q
+        elif isinstance(criterion, LabelSmoothingLoss):
+            share = criterion.smoothing / C
+            loss = (1 - criterion.smoothing) * loss
+            loss = loss - share * sum(torch.log(probability(logits, j)) for j in range(C))
         elif isinstance(criterion, CenterLoss):
             apart = a - criterion.centers[y]
             loss = loss + criterion.center_weight / 2 * apart @ apart
@@ -250,12 +256,13 @@ def test_low_precision_inputs(name, device):
     [
         FocalLoss(alpha=1.0, gamma=0.0),
         LqLoss(q=1e-9),
+        LabelSmoothingLoss(smoothing=0.0),
         DisturbLabelLoss(C, noise_rate=0.0),
         center(0.0),
         LargeMarginLoss(margin=1),
         LargeMarginLoss(margin=4, beta_start=1e12, beta_min=1e12),
     ],
-    ids=["focal", "lq", "disturb_label", "center", "margin", "beta"],
+    ids=["focal", "lq", "label_smoothing", "disturb_label", "center", "margin", "beta"],
 )
 def test_limit_is_cross_entropy(criterion, device):
     x, criterion = inputs(device), criterion.to(device)
@@ -685,6 +692,7 @@ def test_compiled_on_two_ranks(ranks, name):
         (lambda: FocalLoss(alpha="x"), "alpha must be > 0 and finite, got x"),
         (lambda: FocalLoss(gamma=None), "gamma must be >= 0 and finite, got None"),
         (lambda: LqLoss(q="0.4"), "q must be in (0, 1], got 0.4"),
+        (lambda: LabelSmoothingLoss(smoothing=1.0), "smoothing must be >= 0 and < 1, got 1.0"),
         (lambda: DisturbLabelLoss(0), "num_classes must be an integer >= 1, got 0"),
         (lambda: DisturbLabelLoss(5.5), "num_classes must be an integer >= 1, got 5.5"),
         (lambda: DisturbLabelLoss(3, noise_rate=[]), "noise_rate must be in [0, 1], got []"),
@@ -753,6 +761,7 @@ def test_create_criterion():
         ("focal", FocalLoss(alpha=0.5, gamma=1.0)),
         ("center", CenterLoss(A, C, learning_rate=0.5)),
         ("lq", LqLoss(q=0.4)),
+        ("label_smoothing", LabelSmoothingLoss(smoothing=0.1)),
     ],
 )
 def test_create_criterion_of_table_4(method, expected):

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -21,7 +22,12 @@ from isda.experiments.cost_records import read_costs
 from isda.experiments.recipes import DEFAULT, RECIPES
 from isda.experiments.records import load_runs
 from isda.experiments.report.evidence import BLOCKS, comparisons, strengths
-from isda.experiments.report.figures import describe_effect, describe_strengths, write_figures
+from isda.experiments.report.figures import (
+    describe_data_sizes,
+    describe_effect,
+    describe_strengths,
+    write_figures,
+)
 from isda.experiments.report.intervals import estimate
 from isda.experiments.report.tables import update_markdown
 from isda_command import COMMANDS, USAGE
@@ -33,6 +39,7 @@ GENERATED = {"two_dimensions.md"}  # made when the site is built
 COSTS = [
     ROOT / "results" / "benchmarks" / f"cost_{name}_h200.csv" for name in ("cifar100", "imagenet")
 ]
+PAIR = "cifar100-resnet32-ce", "cifar100-resnet32-isda"
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -226,7 +233,11 @@ def test_stale_tables_are_found(records, tmp_path: Path) -> None:
 
 
 def test_figures_are_those_of_the_records(records) -> None:
-    expected = {"effect": describe_effect(records), "lambda_0": describe_strengths(records)}
+    expected = {
+        "effect": describe_effect(records),
+        "lambda_0": describe_strengths(records),
+        "images": describe_data_sizes(records),
+    }
     for name, text in expected.items():
         for theme in ("light", "dark"):
             svg = (DOCS / "figures" / f"{name}-{theme}.svg").read_text()
@@ -236,13 +247,14 @@ def test_figures_are_those_of_the_records(records) -> None:
 
 def test_written_figures(records, tmp_path: Path) -> None:
     files = write_figures(tmp_path / "new", records)
+    names = ("effect", "lambda_0", "images")
     assert [file.name for file in files] == [
-        f"{name}-{theme}.svg" for theme in ("light", "dark") for name in ("effect", "lambda_0")
+        f"{name}-{theme}.svg" for theme in ("light", "dark") for name in names
     ]
-    light, dark = (file.read_text() for file in files[::2])
+    light, dark = (file.read_text() for file in files[:: len(names)])
     assert light != dark
-    cifar = [run for run in records if run.name.startswith("cifar")]
-    assert [file.name for file in write_figures(tmp_path / "few", cifar)] == [
+    one = [run for run in records if run.name in PAIR]  # one λ₀, one number of images
+    assert [file.name for file in write_figures(tmp_path / "few", one)] == [
         "effect-light.svg",
         "effect-dark.svg",
     ]
@@ -258,25 +270,79 @@ def test_interval_of_a_mean() -> None:
     assert estimate([1.0]).interval is None
 
 
+def naive_mean(name: str, key: str, last: int) -> float:
+    """Mean over all seeds of a recipe of the mean of the last epochs, from the files alone."""
+    values = []
+    for path in sorted((ROOT / "results" / name).glob("*/metrics.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        values.append(sum(line[key] for line in lines[-last:]) / last)
+    assert values
+    return sum(values) / len(values)
+
+
+def row_of(table: str, title: str) -> list[str]:
+    """Cells of the only row that starts with a title."""
+    (row,) = (line for line in table.splitlines() if line.startswith(f"| {title} |"))
+    return [cell.strip() for cell in row.strip("| ").split("|")]
+
+
 def test_every_block_of_a_page(records) -> None:
-    assert {"effect", "verdicts", "summary", "lambda_0"} == BLOCKS.keys()
-    rows = BLOCKS["effect"](records, "cifar100-").splitlines()
-    assert len(rows) == 3
-    assert rows[2].startswith(
-        "| CIFAR-100, ResNet-32, λ₀ = 0.5 | 30.60 → 30.17: −0.44 (−0.74 to −0.13)"
-    )
-    assert (
-        BLOCKS["verdicts"](records, "cifar10-").splitlines()[2].split(" | ")[1] == "not significant"
-    )
+    """Records that are added later make further rows, but do not change these."""
+    assert {"effect", "verdicts", "summary", "lambda_0", "images", "calibration"} == BLOCKS.keys()
+    before, after = (naive_mean(name, "test_error", 10) for name in PAIR)
+    title = "CIFAR-100, ResNet-32, λ₀ = 0.5"
+    cell = row_of(BLOCKS["effect"](records, "cifar100-"), title)[1]
+    assert cell.startswith(f"{before:.2f} → {after:.2f}: ")
+    (own,) = (one for one in comparisons(records) if one.method.name == PAIR[1])
+    expected = "not significant" if not own.difference.significant else "lower"
+    assert row_of(BLOCKS["verdicts"](records, ""), title)[1] == expected
     text = BLOCKS["summary"](records, "")
-    significant = sum(one.difference.significant for one in comparisons(records))
+    significant = [one.difference for one in comparisons(records) if one.difference.significant]
     lower = text.partition("No significant")[0]
-    assert lower.count("    * ") == significant
+    assert lower.count("    * ") == sum(one.mean < 0 for one in significant)
+    digits = "+epochs=25+batch_size=10+{}drop_rate=0.3+images_per_class=10"
+    ece = [
+        100 * naive_mean(f"digits-resnet8-{name}", "test_ece", 6)
+        for name in (f"ce{digits.format('')}", f"isda{digits.format('lambda_0=2.5+')}")
+    ]
     worse = text.partition("Higher NLL")[2]
-    assert "λ₀ = 2.5: ECE +3.94" in worse  # ten seeds, 3.03 → 6.97
-    (group,) = strengths(records, "digits")
-    assert list(group.sides) == [0.0, 0.25, 0.5, 1.0, 2.5, 5.0]
-    assert "no records" in BLOCKS["lambda_0"](records, "cifar")
+    assert f"λ₀ = 2.5: ECE {ece[1] - ece[0]:+.2f} (" in worse
+    groups = [group for group in strengths(records, "digits") if "25 epochs" in group.title]
+    assert len(groups) == 1
+    assert groups[0].sides.keys() >= {0.0, 0.25, 0.5, 1.0, 2.5, 5.0}
+    one = [run for run in records if run.name in PAIR]
+    for block in ("lambda_0", "images", "calibration"):
+        assert "no records" in BLOCKS[block](one, "")
+
+
+def test_numbers_of_training_images(records) -> None:
+    """From the files: CIFAR-100 with 50, 100 and all 500 images per class."""
+    table = BLOCKS["images"](records, "cifar100-resnet32")
+    assert table.startswith("CIFAR-100, ResNet-32, λ₀ = 0.5:\n")
+    for number in (50, 100, 500):
+        changes = "" if number == 500 else f"+batch_size=125+images_per_class={number}"
+        cells = row_of(table, str(number))
+        keys = {"test_error": (1, 2), "test_loss": (1, 3), "test_ece": (100, 2)}
+        for cell, (key, (scale, digits)) in zip(cells[1:], keys.items(), strict=False):
+            means = [scale * naive_mean(f"{name}{changes}", key, 10) for name in PAIR]
+            assert cell.startswith(" → ".join(f"{mean:.{digits}f}" for mean in means))
+        assert cells[4] == ("128" if number == 500 else "125")
+    numbers = [int(line.split()[1]) for line in table.splitlines()[4:]]
+    assert numbers == sorted(numbers)
+
+
+def test_rows_of_the_paper(records, tmp_path: Path) -> None:
+    """``runs:paper`` has the unchanged recipes, not those with fewer images."""
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- runs:paper -->\n<!-- /runs -->\n<!-- runs:paper:effect -->\n<!-- /runs -->\n"
+    )
+    update_markdown(page, records)
+    text = page.read_text()
+    assert f"| `{PAIR[1]}` | 31.20 ± 0.41 |" in text
+    assert "| CIFAR-100, ResNet-32, λ₀ = 0.5 |" in text
+    assert "images per class" not in text
+    assert "images_per_class" not in text
 
 
 def test_unknown_blocks_and_missing_costs(records, tmp_path: Path) -> None:

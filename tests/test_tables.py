@@ -315,7 +315,8 @@ def assert_criterion(criterion, name):
     if not method.endswith("isda"):
         losses = {"large_margin": baselines.LargeMarginLoss, "focal": baselines.FocalLoss,
                   "disturb_label": baselines.DisturbLabelLoss, "center": baselines.CenterLoss,
-                  "lq": baselines.LqLoss}  # fmt: skip
+                  "lq": baselines.LqLoss,
+                  "label_smoothing": baselines.LabelSmoothingLoss}  # fmt: skip
         assert type(criterion) is losses.get(method, baselines.CrossEntropyLoss)
         return
     assert type(criterion) is isda.ISDALoss

@@ -9,7 +9,7 @@ import io
 import re
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -19,6 +19,7 @@ from isda.experiments.recipes import DEFAULT, OWN_IMAGES, fine_tuning, get_recip
 from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
 
 __all__ = [
+    "CalibrateArguments",
     "CompareArguments",
     "CostArguments",
     "ListArguments",
@@ -27,6 +28,7 @@ __all__ = [
     "SearchArguments",
     "TableArguments",
     "TrainArguments",
+    "WeightsArguments",
     "parse",
     "parse_recipe",
 ]
@@ -71,6 +73,15 @@ class SearchArguments(TrainArguments):
 
     with_baseline: bool = False
     """Also train plain cross entropy on the same split, for comparison."""
+
+
+@dataclass(frozen=True)
+class CalibrateArguments(TrainArguments):
+    """Arguments of ``isda calibrate``."""
+
+    methods: tuple[str, ...] = ("ce", "label_smoothing", "isda")
+    """Losses to train side by side. Without --hold-out, a tenth of the training images is held out
+    (imagenet: 50,000), and the temperature is fitted on them."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +142,18 @@ class QueueArguments:
     """Arguments of ``isda queue``."""
 
     file: tyro.conf.Positional[Path]
-    """Text file with one command per line: train, compare, search or table."""
+    """Text file with one command per line: train, compare, search, calibrate or table."""
 
     results: Path = Path("results")
     """Folder of run records: runs that it has finished are skipped."""
+
+    engine: Literal["local", "ray"] = "local"
+    """local: in this process, line by line. ray: on all GPUs of a Ray cluster, one worker each, or
+    in --processes workers on CPUs."""
+
+    address: str | None = None
+    """Address of a Ray cluster, such as auto or HOST:6379; None: an instance on this machine, with
+    all its GPUs."""
 
     options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
     """How to run the training; options in a line take precedence. Runs are always resumed."""
@@ -161,6 +180,17 @@ class ReportArguments:
 
     costs: tuple[Path, ...] = ()
     """CSV files written by isda cost, to show below Table 1."""
+
+
+@dataclass(frozen=True)
+class WeightsArguments:
+    """Arguments of ``isda weights``."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a finished run with its checkpoint: OUT/<recipe>/<seed>."""
+
+    out: Path
+    """File to write, NAME.safetensors; the model card is NAME.md."""
 
 
 @dataclass(frozen=True)

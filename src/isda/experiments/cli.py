@@ -1,4 +1,4 @@
-"""The command line: ``isda train | compare | search | table | queue | report | cost | list``.
+"""The command line: ``isda train``, ``compare`` and the other commands of :mod:`isda_command`.
 
 Every command imports what it needs when it runs: printing a table does not import the training
 code.
@@ -158,6 +158,16 @@ def _search(words: list[str]) -> None:
         print(f"{search_table(result)}\n{result.record}")
 
 
+def _calibrate(words: list[str]) -> None:
+    """Train without held-out images, fit a temperature on them, and compare NLL and ECE."""
+    from isda.experiments.calibrate import calibrate
+    from isda.experiments.plans import plan_calibrate
+    from isda.experiments.report.calibrated import calibration_text
+
+    planned = plan_calibrate(words, description=COMMANDS["calibrate"])
+    print(calibration_text(calibrate(planned, planned.options)))
+
+
 def _table(words: list[str]) -> None:
     """Show a table of the paper with our numbers, or train one of its cells."""
     from isda.experiments.arguments import TableArguments, parse
@@ -239,6 +249,15 @@ def _report(words: list[str]) -> None:
         print(given.page)
 
 
+def _weights(words: list[str]) -> None:
+    """Write the weights of a finished run as safetensors, with a model card."""
+    from isda.experiments.arguments import WeightsArguments, parse
+    from isda.experiments.weights import export_weights
+
+    given = parse(WeightsArguments, "weights", words, description=COMMANDS["weights"])
+    print(*export_weights(given.run, given.out), sep="\n")
+
+
 def _cost(words: list[str]) -> None:
     """Measure what ISDA adds to a training step in time and memory (Table 1)."""
     from isda.experiments.arguments import CostArguments, parse
@@ -266,9 +285,11 @@ _FUNCTIONS: dict[str, Callable[[list[str]], None]] = {
     "train": _train,
     "compare": _compare,
     "search": _search,
+    "calibrate": _calibrate,
     "table": _table,
     "queue": _queue,
     "report": _report,
+    "weights": _weights,
     "cost": _cost,
     "list": _list,
 }

@@ -1,22 +1,33 @@
-"""The runs that a command trains: ``isda train``, ``compare`` and ``table --cell``."""
+"""The runs that a command trains: ``isda train``, ``compare``, ``calibrate``, ``table --cell``."""
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from isda.experiments.arguments import (
+    CalibrateArguments,
     CompareArguments,
     TableArguments,
     TrainArguments,
     parse,
     parse_recipe,
 )
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import baseline_of, get_recipe, run_name
 from isda.experiments.report.paper_tables import cell_recipes
-from isda.experiments.settings import Options, Recipe, require_seeds
+from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
 from isda.experiments.training.groups import Plan
 
-__all__ = ["AutoComparison", "Planned", "plan_cell", "plan_command", "plan_compare", "plan_train"]
+__all__ = [
+    "AutoComparison",
+    "Calibrations",
+    "Planned",
+    "plan_calibrate",
+    "plan_cell",
+    "plan_command",
+    "plan_compare",
+    "plan_train",
+]
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,62 @@ class AutoComparison:
         recipe = replace(self.recipe, lambda_0=float(lambda_0), hold_out=hold_out)
         recipes = {self.named(one): one for one in (recipe.baseline(), recipe)}
         return Planned(recipes, self.seeds, self.options)
+
+
+@dataclass(frozen=True)
+class Calibrations:
+    """Methods that are trained without some images, on which a temperature is fitted."""
+
+    recipe: Recipe
+    """Recipe of ISDA; without ``hold_out``, the usual number of images is held out."""
+
+    start: Recipe
+    """Recipe before fields were changed."""
+
+    name: str | None
+    """Name of ``start``, if one was given."""
+
+    methods: tuple[str, ...]
+    """Losses to train."""
+
+    seeds: tuple[int, ...]
+    """One run of every method per seed."""
+
+    options: Options
+    """How to run the training."""
+
+    def planned(self, hold_out: int) -> Planned:
+        """Runs of all methods."""
+        recipes = {}
+        for method in self.methods:
+            start, recipe = self.start, replace(self.recipe, hold_out=hold_out)
+            name = self.name
+            if method != "isda":
+                noise_rate = 0.05 if method == "disturb_label" else 0.0
+                changes: dict[str, Any] = {"method": method, "noise_rate": noise_rate}
+                start, recipe = (replace(one.baseline(), **changes) for one in (start, recipe))
+                name = baseline_of(name) if name and method == "ce" else None
+            recipes[run_name(recipe, start, name)] = recipe
+        return Planned(recipes, self.seeds, self.options)
+
+
+def plan_calibrate(words: list[str], *, description: str = "") -> Calibrations:
+    """Runs of ``isda calibrate``: several methods, without the held-out images."""
+    given, start, name = parse_recipe(
+        CalibrateArguments, "calibrate", words, description=description, seeds=(0, 1, 2)
+    )
+    recipe, methods = given.recipe, given.methods
+    if recipe.method != "isda":
+        raise InputError(
+            f"recipe must be one of ISDA, got the method {recipe.method!r}: choose the losses with "
+            "--methods"
+        )
+    for method in methods:
+        if method not in METHODS:
+            raise unknown("method", method, METHODS)
+    if not methods or len({*methods}) != len(methods):
+        raise InputError(f"methods must be different names, got {' '.join(methods) or 'none'}")
+    return Calibrations(recipe, start, name, methods, given.seeds, given.options)
 
 
 def plan_command(words: list[str]) -> Planned | AutoComparison:

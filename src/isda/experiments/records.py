@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_folder
+from isda.experiments.files import write_bytes, write_folder
 from isda.experiments.metrics_lines import (
     Checksum,
     first_checksum,
@@ -24,6 +24,7 @@ from isda.experiments.metrics_lines import (
 from isda.experiments.settings import Recipe
 
 __all__ = [
+    "CALIBRATION",
     "DamagedRun",
     "Run",
     "Summary",
@@ -35,6 +36,10 @@ __all__ = [
     "result_epochs",
     "summary",
 ]
+
+
+CALIBRATION = "calibration.json"
+"""File of a run whose temperature was fitted; see :mod:`isda.experiments.calibration`."""
 
 
 def result_epochs(epochs: int) -> int:
@@ -278,7 +283,8 @@ def require_name(name: str) -> None:
 def export(run: Run, to: Path | str) -> Path:
     """Copy the record of a finished run, without its checkpoint, to ``to/<name>/<seed>/``.
 
-    The copy appears complete or not at all. A record that is already there is never changed.
+    The copy appears complete or not at all. A record that is already there is never changed, but
+    a calibration that it lacks is added.
 
     Raises:
         InputError: the run is not finished, or another record has its name and seed.
@@ -293,11 +299,17 @@ def export(run: Run, to: Path | str) -> Path:
     folder = Path(to) / run.name / str(run.seed)
     files = _contents(run.folder)
     if folder.is_dir() and any(folder.iterdir()):
-        if _contents(folder) != files:
+        present = _contents(folder)
+        calibration = files.get(CALIBRATION)
+        if calibration is not None and CALIBRATION not in present and present:
+            present[CALIBRATION] = calibration
+        if present != files:
             raise InputError(
                 f"{folder} holds a different or damaged record of the same name and seed: move it "
                 "away, or export to another folder"
             )
+        if calibration is not None and not (folder / CALIBRATION).exists():
+            write_bytes(folder / CALIBRATION, calibration)
         return folder
     write_folder(folder, files)
     return folder
@@ -305,7 +317,7 @@ def export(run: Run, to: Path | str) -> Path:
 
 def _contents(folder: Path) -> dict[str, bytes]:
     """The files of a record, without those that are missing."""
-    paths = [folder / file for file in ("config.json", "metrics.jsonl")]
+    paths = [folder / file for file in ("config.json", "metrics.jsonl", CALIBRATION)]
     try:
         return {path.name: path.read_bytes() for path in paths if path.exists()}
     except OSError as error:

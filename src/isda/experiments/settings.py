@@ -17,10 +17,12 @@ __all__ = ["AUGMENTATIONS", "METHODS", "Options", "Recipe", "differing_fields", 
 AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")
 """Image augmentations by name, in the order in which they are applied."""
 
-Method = Literal["ce", "isda", "large_margin", "disturb_label", "focal", "center", "lq"]
+Method = Literal[
+    "ce", "isda", "large_margin", "disturb_label", "focal", "center", "lq", "label_smoothing"
+]  # fmt: skip
 
 METHODS: tuple[str, ...] = get_args(Method)
-"""Losses by name: cross entropy, ISDA and the baselines of Table 4."""
+"""Losses by name: cross entropy, ISDA, the baselines of Table 4, and label smoothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Recipe:
     """Train the head alone, on features that the network computes once, without augmentation."""
 
     method: Method = "isda"
-    """Loss: cross entropy, ISDA, or a baseline of Table 4."""
+    """Loss: cross entropy, ISDA, a baseline of Table 4, or label smoothing."""
 
     augment: tuple[str, ...] = ()
     """Augmentations: crop, flip, autoaugment, cutout, always applied in this order. Image files
@@ -318,7 +320,7 @@ class Options:
     has room for twice as many bytes."""
 
     side_by_side: int = 0
-    """Runs to train at the same time on a GPU; 0 chooses 1 to 6 by the size of the network."""
+    """Runs to train at the same time on a GPU; 0: measure which number is the fastest."""
 
     processes: int = 1
     """Processes that train runs at the same time on a CPU, each with one thread."""

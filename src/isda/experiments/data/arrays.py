@@ -29,8 +29,8 @@ __all__ = [
 
 DATA = ("digits", "cifar10", "cifar100", "imagenet", "imagefolder:PATH")
 
-_CIFAR_MEAN = (125.3 / 255, 123.0 / 255, 113.9 / 255)
-_CIFAR_STD = (63.0 / 255, 62.1 / 255, 66.7 / 255)
+CIFAR_MEAN = (125.3 / 255, 123.0 / 255, 113.9 / 255)
+CIFAR_STD = (63.0 / 255, 62.1 / 255, 66.7 / 255)
 _CIFAR_CLASSES = {
     "cifar10": "airplane automobile bird cat deer dog frog horse ship truck",
     "cifar100": """
@@ -307,8 +307,8 @@ def _load_cifar(name: str, root: Path, *, download: bool) -> ImageArrays:
         train_target=torch.from_numpy(arrays["train_labels"].astype(np.int64)),
         test_images=images("test"),
         test_target=torch.from_numpy(arrays["test_labels"].astype(np.int64)),
-        mean=_CIFAR_MEAN,
-        std=_CIFAR_STD,
+        mean=CIFAR_MEAN,
+        std=CIFAR_STD,
         class_names=tuple(_CIFAR_CLASSES[name].split()),
     )
 

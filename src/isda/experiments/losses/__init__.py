@@ -5,6 +5,7 @@ from isda.experiments.losses.baselines import (
     CrossEntropyLoss,
     DisturbLabelLoss,
     FocalLoss,
+    LabelSmoothingLoss,
     LqLoss,
     create_criterion,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DisturbLabelLoss",
     "FocalLoss",
+    "LabelSmoothingLoss",
     "LargeMarginLoss",
     "LqLoss",
     "create_criterion",

@@ -331,6 +331,7 @@ _LABELS = {
     "focal": "Focal loss",
     "center": "Center loss",
     "lq": "Lq loss",
+    "label_smoothing": "Label smoothing",
     "identity_isda": "ISDA with identity matrix",
     "diagonal_isda": "ISDA with diagonal covariance",
     "shared_isda": "ISDA with one covariance",

@@ -4,12 +4,13 @@ A block is the text between two marks of a page; ``isda report --update`` writes
 records, so that no number on a page is typed by hand.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, Summary, summary
+from isda.experiments.report.calibrated import calibrations
 from isda.experiments.report.comparison import (
     Comparison,
     Side,
@@ -27,10 +28,12 @@ from isda.experiments.report.text import escape_markdown, markdown_rows
 __all__ = [
     "BLOCKS",
     "QUANTITIES",
+    "DataSizes",
     "Quantity",
     "Strengths",
     "comparisons",
     "cost_block",
+    "data_sizes",
     "recipe_order",
     "strengths",
     "training",
@@ -67,6 +70,17 @@ class Strengths:
 
     sides: dict[float, Side]
     """Runs by λ₀; cross entropy is 0."""
+
+
+@dataclass(frozen=True)
+class DataSizes:
+    """Comparisons that differ in the number of training images, and maybe in the batch size."""
+
+    title: str
+    """The training."""
+
+    results: dict[int, Comparison]
+    """Comparisons by number of training images per class."""
 
 
 def comparisons(runs: Iterable[Run], prefix: str = "") -> list[Comparison]:
@@ -109,10 +123,37 @@ def strengths(runs: Iterable[Run], prefix: str = "") -> list[Strengths]:
     ]
 
 
-def training(side: Side) -> str:
+def data_sizes(runs: Iterable[Run], prefix: str = "") -> list[DataSizes]:
+    """Trainings that were compared with at least two numbers of training images.
+
+    Without ``images_per_class``, a run of CIFAR has all images; other data sets then do not count.
+    """
+    groups: dict[object, dict[int, Comparison]] = {}
+    for result in comparisons(runs, prefix):
+        recipe = result.method.recipe
+        number = recipe.images_per_class or _IMAGES_PER_CLASS.get(recipe.data, 0)
+        if number:
+            same = replace(recipe, images_per_class=0, batch_size=1, channels_last=False,
+                           compile=False)  # fmt: skip
+            groups.setdefault(same, {}).setdefault(number, result)
+    found = []
+    for group in groups.values():
+        if len(group) > 1:
+            first = max(group.items())[1]
+            words = training(first.method, without=("images_per_class", "batch_size"))
+            title = f"{words}, λ₀ = {first.method.recipe.lambda_0:g}"
+            found.append(DataSizes(title, dict(sorted(group.items()))))
+    return found
+
+
+def training(side: Side, *, without: Collection[str] = ()) -> str:
     """Data set, network and settings that differ from the recipe's, except λ₀.
 
     Such as ``CIFAR-100, ResNet-32``.
+
+    Args:
+        side: runs of a recipe.
+        without: settings to leave out.
     """
     data, network, _ = side.name.partition("+")[0].rsplit("-", 2)
     network = NAMES.get(network, network.replace("resnet", "ResNet-"))
@@ -121,7 +162,7 @@ def training(side: Side) -> str:
         words.append(side.label)
     for change in side.name.split("+")[1:]:
         field, _, value = change.partition("=")
-        if field != "lambda_0":
+        if field not in ("lambda_0", *without):
             words.append(_WORDS.get(field, field.replace("_", " ") + " {}").format(value))
     return ", ".join(words)
 
@@ -205,11 +246,32 @@ def _strengths(runs: Iterable[Run], prefix: str) -> str:
     return "\n\n".join(parts) or "There are no records of a training with several values yet."
 
 
+def _data_sizes(runs: Iterable[Run], prefix: str) -> str:
+    """Tables: error, NLL and ECE by number of training images."""
+    parts = []
+    for group in data_sizes(runs, prefix):
+        rows = [
+            [
+                str(number),
+                *(_effect_cell(result, quantity) for quantity in QUANTITIES),
+                str(result.method.recipe.batch_size),
+                _seeds(result),
+            ]
+            for number, result in group.results.items()
+        ]
+        header = ["images per class", *(quantity.title for quantity in QUANTITIES)]
+        table = markdown_rows([*header, "batch size", "seeds"], rows, pad=False)
+        parts.append(f"{escape_markdown(group.title)}:\n\n{table}")
+    return "\n\n".join(parts) or "There are no records with several numbers of images yet."
+
+
 BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
     "effect": _effect,
     "verdicts": _verdicts,
     "summary": _summary,
     "lambda_0": _strengths,
+    "images": _data_sizes,
+    "calibration": calibrations,
 }
 """Blocks by name, from run records and the prefix of the recipes to show."""
 
@@ -248,6 +310,7 @@ _WORDS = {
     "drop_rate": "dropout {}",
     "hold_out": "validation on {} held-out images",
 }
+_IMAGES_PER_CLASS = {"cifar10": 5000, "cifar100": 500}  # of the whole training set
 _COST_COLUMNS = ("network", "CE ms", "+ diagonal", "+ full", "paper +")
 _SUMMARY = {
     "lower": "Lower error, significant at 95 %:",

@@ -21,14 +21,22 @@ from isda.experiments.records import Run
 from isda.experiments.report.comparison import Comparison
 from isda.experiments.report.evidence import (
     QUANTITIES,
+    DataSizes,
     Strengths,
     comparisons,
+    data_sizes,
     strengths,
     training,
 )
 from isda.experiments.report.intervals import Estimate, difference, estimate
 
-__all__ = ["MOST_TRAININGS", "describe_effect", "describe_strengths", "write_figures"]
+__all__ = [
+    "MOST_TRAININGS",
+    "describe_data_sizes",
+    "describe_effect",
+    "describe_strengths",
+    "write_figures",
+]
 
 MOST_TRAININGS = 4
 """The figure of the effect shows the trainings with the most seeds, at most this many."""
@@ -41,7 +49,8 @@ _THEMES = {
 
 
 def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
-    """Write the figures ``effect`` and, if records have several λ₀, ``lambda_0``.
+    """Write the figure ``effect``; with several λ₀ in the records, ``lambda_0``; with several
+    numbers of training images, ``images``.
 
     Args:
         folder: folder for ``NAME-light.svg`` and ``NAME-dark.svg``.
@@ -54,7 +63,7 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"figures must be a folder, got the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    results, groups = _most_seeds(comparisons(runs)), strengths(runs)
+    results, groups, sizes = _most_seeds(comparisons(runs)), strengths(runs), data_sizes(runs)
     written = []
     for theme, colours in _THEMES.items():
         with matplotlib.rc_context(_style(colours["ink"])):
@@ -62,6 +71,8 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
             if groups:
                 drawn = _draw_strengths(groups, colours)
                 figures["lambda_0"] = drawn, describe_strengths(runs)
+            if sizes:
+                figures["images"] = _draw_data_sizes(sizes, colours), describe_data_sizes(runs)
             for name, (figure, text) in figures.items():
                 written.append(folder / f"{name}-{theme}.svg")
                 write_text(written[-1], _svg(figure, text))
@@ -88,6 +99,21 @@ def describe_strengths(runs: Iterable[Run]) -> str:
     for group in strengths(runs):
         for lambda_0, side in group.sides.items():
             lines.append(f"{group.title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %.")
+    return " ".join(lines)
+
+
+def describe_data_sizes(runs: Iterable[Run]) -> str:
+    """The numbers in the figure of the training images."""
+    lines = []
+    for group in data_sizes(runs):
+        for number, result in group.results.items():
+            for quantity in QUANTITIES:
+                shown = ", ".join(
+                    f"{side.label} {_with_interval(estimate(list(quantity.of(side).values())), 3)}"
+                    for side in result.sides
+                )
+                where = f"{group.title}, {number} images per class, {quantity.title}"
+                lines.append(f"{where}: {shown}.")
     return " ".join(lines)
 
 
@@ -157,6 +183,36 @@ def _draw_strengths(groups: Sequence[Strengths], colours: dict[str, str]) -> Fig
         panel.set_title(group.title, loc="left")
         panel.grid(axis="y", alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _draw_data_sizes(groups: Sequence[DataSizes], colours: dict[str, str]) -> Figure:
+    """Cross entropy and ISDA with 95 % intervals against the number of training images."""
+    figure = Figure(figsize=(_WIDTH, 0.3 + 2.3 * len(groups)), layout="constrained")
+    panels = figure.subplots(len(groups), len(QUANTITIES), squeeze=False)
+    for row, group in zip(panels, groups, strict=True):
+        for panel, quantity in zip(row, QUANTITIES, strict=True):
+            for place, (label, colour) in enumerate((("CE", "baseline"), ("ISDA", "method"))):
+                means, spreads = [], []
+                for result in group.results.values():
+                    value = estimate(list(quantity.of(result.sides[place]).values()))
+                    low, high = value.interval or (value.mean, value.mean)
+                    means.append(value.mean)
+                    spreads.append((value.mean - low, high - value.mean))
+                panel.errorbar(
+                    list(group.results), means, yerr=list(zip(*spreads, strict=True)), label=label,
+                    color=colours[colour], marker="o", capsize=3, linewidth=1.4,
+                )  # fmt: skip
+            panel.set_xscale("log")
+            panel.set_xticks(list(group.results), [str(number) for number in group.results])
+            panel.minorticks_off()
+            panel.set_ylim(0, None)
+            panel.set_xlabel("images per class")
+            above = group.title if panel is row[0] else ""
+            panel.set_title(f"{above}\n{quantity.title}", loc="left")
+            panel.grid(axis="y", alpha=0.2)
+            panel.spines[["top", "right"]].set_visible(False)
+        row[0].legend(frameon=False, loc="lower left")
     return figure
 
 

@@ -184,7 +184,8 @@ def update_markdown(
     """Rewrite the tables of a Markdown file; return whether the file changed.
 
     The text between ``<!-- runs:NAME -->`` and ``<!-- /runs -->`` is replaced by the table of the
-    recipes whose names start with NAME, or of all recipes for ``all``. ``NAME:BLOCK`` shows one of
+    recipes whose names start with NAME, or of all recipes for ``all``, or of the unchanged recipes
+    that the paper has a number for, ``paper``. ``NAME:BLOCK`` shows one of
     :data:`isda.experiments.report.evidence.BLOCKS`, and ``all:cost`` the costs.
 
     Args:
@@ -218,7 +219,9 @@ def update_markdown(
 def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -> str:
     """What belongs between the marks with this name, with an empty line around text."""
     name, _, kind = mark.partition(":")
-    prefix = "" if name == "all" else name
+    prefix = "" if name in ("all", "paper") else name
+    if name == "paper":
+        runs = [run for run in runs if run.name in PUBLISHED]
     if not kind:
         return markdown_table(runs, prefix)
     if kind == "cost":

@@ -14,8 +14,21 @@ from isda.experiments.errors import InputError
 from isda.experiments.networks import outline
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.images import ImageStore, load_files
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.width import fastest_width
 
-__all__ = ["Plan", "groups", "load_images", "own_images", "same_steps"]
+__all__ = [
+    "MOST_SIDE_BY_SIDE",
+    "Plan",
+    "groups",
+    "load_images",
+    "own_images",
+    "same_steps",
+]
+
+
+MOST_SIDE_BY_SIDE = 6
+"""Most runs side by side of which small networks are expected to train fastest."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +55,9 @@ def groups(
         first = plans[waiting[0]].recipe
         same = [n for n in waiting if same_steps(plans[n].recipe, first)]
         waiting = [n for n in waiting if n not in same]
-        width = _side_by_side(first, options, device, store)
         if first.compile and device.type == "cuda":
             torch.compiler.reset()  # other networks count against the recompile limit
+        width = _side_by_side([plans[n] for n in same], options, device, store)
         for start in range(0, len(same), width):
             yield same[start : start + width]
 
@@ -77,17 +90,26 @@ def same_steps(one: Recipe, other: Recipe) -> bool:
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 
-def _side_by_side(recipe: Recipe, options: Options, device: torch.device, store: ImageStore) -> int:
+def _side_by_side(
+    plans: Sequence[Plan], options: Options, device: torch.device, store: ImageStore
+) -> int:
     if device.type == "cpu" or distributed.world_size(None) > 1:
         return 1
+    recipe = plans[0].recipe
     data = store.get(recipe, options, device)
     if isinstance(data.train_images, ImageFiles):  # decoding is slower than any network
         return 1
     if options.side_by_side:
         return options.side_by_side
     if recipe.freeze:
-        return 6
+        return MOST_SIDE_BY_SIDE
     channels, classes = data.image_shape[0], data.num_classes
     network = outline(recipe.network, num_classes=classes, in_channels=channels)
     parameters = sum(parameter.numel() for parameter in network.parameters())
-    return max(1, min(6, 36_000_000 // parameters))
+    expected = max(1, min(MOST_SIDE_BY_SIDE, 36_000_000 // parameters))
+
+    def create_lanes(number: int) -> list[Lane]:
+        return [Lane(plan.recipe, plan.seed, own_images(data, plan), device)
+                for plan in plans[:number]]  # fmt: skip
+
+    return fastest_width(plans[0].recipe, len(plans), expected, create_lanes, options)

@@ -146,16 +146,26 @@ class Lane:
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def evaluate(self) -> None:
-        """Write the :func:`classification_metrics` of the test images to ``results``."""
+    def predict(self, images: RunImages) -> tuple[Tensor, Tensor]:
+        """Logits and target of the test images of this rank.
+
+        Shape:
+            outputs (N, C) and (N,).
+        """
         network = self.network if self.average is None else self.average
         network.eval()
         parts = []
-        for images, target in self.images.test_batches():
+        for batch, target in images.test_batches():
             with self._autocast():
-                parts.append((network(images).float(), target))
+                parts.append((network(batch).float(), target))
         network.train()
         logits, target = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return logits, target
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Write the :func:`classification_metrics` of the test images to ``results``."""
+        logits, target = self.predict(self.images)
         if self.world > 1:
             size, _ = distributed.agree(len(target), 0, None)
             logits, target = distributed.gather_batch(logits, target, None, size=size)

@@ -7,6 +7,7 @@ run eagerly.
 """
 
 import itertools
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -50,6 +51,21 @@ class SideBySide:
                 for lane in self.lanes:
                     lane.images.load()
                 self._run(self._step(size), times=times)
+
+    def seconds_per_step(self, size: int, *, rows: int = 4) -> float:
+        """Time of one step of all lanes, over ``rows`` graphs after the first; trains the lanes."""
+        for lane in self.lanes:
+            lane.begin_epoch()
+        self._run(self._step(size), times=_STEPS)  # capture
+        began = self._clock()
+        for _ in range(rows):
+            self._run(self._step(size), times=_STEPS)
+        return (self._clock() - began) / (rows * _STEPS)
+
+    def _clock(self) -> float:
+        if self.lanes[0].device.type == "cuda":
+            torch.cuda.synchronize(self.lanes[0].device)
+        return time.perf_counter()
 
     def evaluate(self) -> list[list[float]]:
         """Training loss of the epoch and ``Lane.results`` of every lane; synchronises."""

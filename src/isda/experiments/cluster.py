@@ -1,0 +1,212 @@
+"""Trainings on several GPUs or machines with Ray: ``isda queue FILE --engine ray``.
+
+One worker per GPU, or per process on CPUs, takes one task after the other. All workers read and
+write the same folders, so a task whose worker was lost continues elsewhere from the checkpoints of
+its runs. Ray is imported only here, when the engine is used.
+"""
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from isda.experiments.errors import InputError, TimeUp
+
+__all__ = ["Task", "Workers"]
+
+_ATTEMPTS = 3  # how often a task may lose its worker
+_SECONDS = 0.5  # between two looks at the records
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A part of the work, for one worker."""
+
+    label: str
+    """What it is, for messages."""
+
+    prepare: Callable[[], Callable[[], None]]
+    """Called when a worker is free: the function to send to it, which can be pickled."""
+
+    runs: tuple[tuple[Path, int], ...] = ()
+    """Folders of its runs, and their number of epochs."""
+
+
+class Workers:
+    """Ray workers, one per GPU or CPU process.
+
+    Args:
+        address: address of a Ray cluster; None starts an instance on this machine.
+        device: auto, cpu or cuda.
+        processes: number of workers on CPUs; 1: one per CPU of the cluster.
+    """
+
+    def __init__(self, address: str | None, device: str, processes: int) -> None:
+        try:
+            ray = import_module("ray")
+        except ImportError as error:
+            raise InputError(
+                "--engine ray needs the package ray: pip install -e '.[cluster]'"
+            ) from error
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing to anyone
+        if device not in ("auto", "cpu", "cuda"):
+            raise InputError(f"device must be auto, cpu or cuda with --engine ray, got {device!r}")
+        own: dict[str, Any] = {}  # settings of an instance that is started here
+        if address is None:
+            own = {"include_dashboard": False} | ({"num_cpus": processes} if processes > 1 else {})
+        try:
+            ray.init(address or "local", logging_level="ERROR", **own)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(f"no Ray cluster at address {address!r}: {reason}") from error
+        self._ray = ray
+        resources = ray.cluster_resources()
+        gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))
+        if device == "cuda" and not gpus:
+            ray.shutdown()
+            raise InputError("the Ray cluster has no GPU: use --device cpu")
+        self.device = "cuda" if gpus else "cpu"
+        self.number = gpus or (processes if processes > 1 else int(resources.get("CPU", 1)))
+        options = {"num_gpus": 1} if gpus else {"num_cpus": 1}
+        self._idle: list[Any] = []
+        self._starting: dict[Any, Any] = {}  # by what is done when they are ready
+        self._create = ray.remote(**options)(_Worker).remote
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ray.shutdown()
+
+    def run(self, tasks: Sequence[Task]) -> list[tuple[Task, str]]:
+        """Run all tasks; returns those that failed, with the reasons.
+
+        A task whose worker is lost is run again, up to three times.
+
+        Raises:
+            TimeUp: the time limit of a task was reached; its runs have written checkpoints.
+            InputError: no worker can be started.
+        """
+        waiting, losses = deque(tasks), dict.fromkeys(tasks, 0)
+        missing = min(self.number, len(tasks)) - len(self._idle) - len(self._starting)
+        self._starting.update(self._start() for _ in range(missing))
+        busy: dict[Any, tuple[Any, Task]] = {}
+        failed: list[tuple[Task, str]] = []
+        time_up: str | None = None
+        with _View(tasks, self.number) as view:
+            while busy or (waiting and time_up is None):
+                while waiting and self._idle and time_up is None:
+                    worker, task = self._idle.pop(), waiting.popleft()
+                    busy[worker.run.remote(task.prepare())] = worker, task
+                done, _ = self._ray.wait([*busy, *self._starting], timeout=_SECONDS)
+                view.update(len(busy))
+                for ref in done:
+                    worker, own = busy.pop(ref) if ref in busy else (self._starting.pop(ref), None)
+                    try:
+                        kind, text = self._ray.get(ref)
+                    except self._ray.exceptions.RayActorError as error:
+                        if own is None and not (busy or self._starting or self._idle):
+                            reason = str(error).strip().splitlines()[-1]
+                            raise InputError(f"no worker can be started: {reason}") from error
+                        if own is not None:
+                            self._starting.update([self._start()])
+                            losses[own] += 1
+                            if losses[own] < _ATTEMPTS:
+                                view.say(f"{own.label}: a worker was lost, another one continues")
+                                waiting.appendleft(own)
+                            else:
+                                reason = f"lost {_ATTEMPTS} workers, perhaps for lack of memory"
+                                failed.append((own, reason))
+                        continue
+                    self._idle.append(worker)
+                    if kind == "time":
+                        time_up = text
+                    elif kind == "failed" and own is not None:
+                        failed.append((own, text))
+        if time_up is not None:
+            raise TimeUp(time_up)
+        return failed
+
+    def _start(self) -> tuple[Any, Any]:
+        """A new worker, and before it the reference that is done when it is ready."""
+        worker = self._create(os.getcwd(), one_thread=self.device == "cpu")
+        return worker.ready.remote(), worker
+
+
+class _Worker:
+    """A process that trains, in the folder of the command, which all machines must have."""
+
+    def __init__(self, folder: str, *, one_thread: bool) -> None:
+        import torch
+
+        os.chdir(folder)
+        if one_thread:  # as in the processes of isda train --processes
+            torch.set_num_threads(1)
+
+    def ready(self) -> tuple[str, str]:
+        return "ready", ""
+
+    def run(self, work: Callable[[], None]) -> tuple[str, str]:
+        """Do the work; errors become words, because not all of them can be pickled."""
+        from isda.experiments.training.failures import reason_of
+
+        try:
+            work()
+        except TimeUp as error:
+            return "time", str(error)
+        except InputError as error:
+            return "failed", str(error)
+        except Exception as error:
+            return "failed", reason_of(error)
+        return "done", ""
+
+
+class _View:
+    """Progress of all runs in one bar, from their records."""
+
+    def __init__(self, tasks: Sequence[Task], workers: int) -> None:
+        self._runs = dict.fromkeys(run for task in tasks for run in task.runs)
+        self._open = dict.fromkeys(self._runs, 0)  # epochs so far of runs that are not finished
+        self._done, self._workers = 0, workers
+        interactive = sys.stderr.isatty()
+        self._every, self._last = (0.0 if interactive else 30.0), -float("inf")
+        self._bar = tqdm(
+            total=sum(epochs for _, epochs in self._runs), unit="epoch", dynamic_ncols=interactive,
+            mininterval=0.5 if interactive else 30,
+        )  # fmt: skip
+
+    def __enter__(self) -> "_View":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.update(0, force=True)
+        self._bar.close()
+
+    def say(self, text: str) -> None:
+        self._bar.write(f"isda: {text}", file=sys.stderr)
+
+    def update(self, busy: int, *, force: bool = False) -> None:
+        """Read the new lines of the metrics."""
+        if not force and time.monotonic() - self._last < self._every:
+            return
+        self._last = time.monotonic()
+        for folder, epochs in list(self._open):
+            path = folder / "metrics.jsonl"
+            lines = path.read_bytes().count(b"\n") if path.exists() else 0
+            self._done += lines - self._open[folder, epochs]
+            self._open[folder, epochs] = lines
+            if lines >= epochs:
+                del self._open[folder, epochs]
+        words = f"{busy} of {self._workers} workers busy"
+        if self._runs:
+            finished = len(self._runs) - len(self._open)
+            words += f", {finished} of {len(self._runs)} runs finished"
+        self._bar.set_description(words)
+        self._bar.update(self._done - self._bar.n)

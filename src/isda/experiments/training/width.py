@@ -1,0 +1,123 @@
+"""How many runs train fastest side by side: measured on the GPU, once per folder of runs.
+
+Runs side by side share the GPU. Too few leave it idle, too many slow each other down, and where the
+best number lies depends on network, GPU and loss. So a few steps of about two thirds, as many, and
+four thirds of the expected number are timed before the first run of a network. The result is kept
+in ``side_by_side.json`` in the folder of the runs.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from tqdm import tqdm
+
+from isda._version import __version__
+from isda.experiments.errors import WriteError
+from isda.experiments.files import write_text
+from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.failures import free_memory
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.memory import is_out_of_memory
+from isda.experiments.training.side_by_side import SideBySide
+
+__all__ = ["candidates", "choose_width", "fastest_width"]
+
+_FILE = "side_by_side.json"
+_FEWEST_STEPS = 40  # of an epoch, so that a measurement fits into it
+_EQUAL = 1.02  # times that differ by less are equal, and the smaller number needs less memory
+
+
+def candidates(runs: int, expected: int) -> list[int]:
+    """Numbers of runs to time, ascending.
+
+    >>> candidates(10, 6), candidates(5, 6), candidates(10, 1)
+    ([4, 6, 8], [4, 5], [1])
+
+    Args:
+        runs: number of runs that are to be trained.
+        expected: number that is expected to be the fastest.
+    """
+    return sorted({max(1, min(runs, round(expected * share))) for share in (2 / 3, 1, 4 / 3)})
+
+
+def choose_width(seconds: Mapping[int, float]) -> int:
+    """The number of runs with the least time per run; of about equal ones the smallest.
+
+    >>> choose_width({4: 0.0050, 6: 0.0066, 8: 0.0100})  # 1.25, 1.10 and 1.25 ms per run
+    6
+
+    Args:
+        seconds: time of a step of all runs, by their number.
+    """
+    each = {number: value / number for number, value in seconds.items()}
+    return min(number for number, value in each.items() if value <= _EQUAL * min(each.values()))
+
+
+def fastest_width(
+    recipe: Recipe,
+    runs: int,
+    expected: int,
+    create_lanes: Callable[[int], Sequence[Lane]],
+    options: Options,
+) -> int:
+    """Number of runs side by side, from the measurement of an earlier command or a new one.
+
+    Args:
+        recipe: recipe of the first run.
+        runs: number of runs that are to be trained.
+        expected: number that is expected to be the fastest, and that is used if nothing can be
+            measured.
+        create_lanes: creates some of the runs; their state is discarded.
+        options: how to run the training.
+    """
+    numbers = candidates(runs, expected)
+    if len(numbers) == 1:
+        return numbers[0]
+    path = options.out / _FILE
+    known: dict[str, dict[str, float]] = {}
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = found if isinstance(found, dict) else {}
+    seconds: dict[int, float] = {}
+    key = ""
+    for number in numbers:
+        try:
+            lanes = list(create_lanes(number))
+            if lanes[0].images.is_fed or lanes[0].num_images < _FEWEST_STEPS * recipe.batch_size:
+                return min(runs, expected)
+            key = _key(recipe, lanes[0].device, numbers)
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+                return choose_width({int(n): float(value) for n, value in known[key].items()})
+            runner = SideBySide(list(lanes), capture=options.capture)
+            seconds[number] = runner.seconds_per_step(recipe.batch_size)
+        except Exception as error:
+            if not is_out_of_memory(error):  # the training says what is wrong
+                return min(runs, expected)
+            break
+        finally:
+            lanes, runner = [], None  # type: ignore[assignment]
+            free_memory()
+    if not seconds:
+        return min(runs, expected)
+    width = choose_width(seconds)
+    each = ", ".join(f"{number}: {1000 * s / number:.2f}" for number, s in seconds.items())
+    tqdm.write(
+        f"isda: {recipe.network}, ms per step and run by number of runs side by side: {each}; "
+        f"using {width}",
+        file=sys.stderr,
+    )
+    with contextlib.suppress(WriteError, OSError):  # it can be measured again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({**known, key: seconds}, indent=2) + "\n")
+    return width
+
+
+def _key(recipe: Recipe, device: torch.device, numbers: Sequence[int]) -> str:
+    """What the measurement depends on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    parts = [name, recipe.network, recipe.data, recipe.batch_size, recipe.precision, recipe.method]
+    parts += [recipe.compile, torch.__version__, __version__, *numbers]
+    return " ".join(map(str, parts))

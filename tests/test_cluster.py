@@ -1,0 +1,200 @@
+"""Queues on Ray workers: the same results as without Ray, also after a worker was killed."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from isda.experiments import cluster
+from isda.experiments.cli import main
+from isda.experiments.cluster import Task, Workers
+from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.records import load_runs, summary
+
+QUICK = "--epochs 24 --batch-size 128 --hold-out 1200 --checkpoint-seconds 0"
+QUEUE = f"""
+compare {QUICK} --seeds 0
+train digits-resnet8-ce {QUICK} --seeds 0 1
+calibrate {QUICK} --methods ce --seeds 0
+train digits-resnet8-isda {QUICK} --lambda-0 1e30 --ramp constant
+"""
+RAY = ["--engine", "ray", "--device", "cpu", "--processes", "2"]
+
+
+def contents(folder: str) -> dict[str, list[object]]:
+    return {
+        f"{run.name}/{run.seed}": [
+            {key: value for key, value in line.items() if not key.endswith(("seconds", "_second"))}
+            for line in run.metrics()
+        ]
+        for run in load_runs(folder)
+        if summary(run).finished
+    }
+
+
+def trainer_of(folder: Path) -> int | None:
+    """The process that holds the lock of a run."""
+    for links in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            opened = [os.readlink(link) for link in links.iterdir()]
+        except OSError:
+            continue
+        if str(folder / "lock") in opened:
+            return int(links.parent.name)
+    return None
+
+
+def kill_the_trainer_of(folder: Path, killed: list[int]) -> None:
+    """Kill the process that trains a run, as soon as it has a checkpoint."""
+    process = None
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        if process is None and (folder / "lock").exists():
+            process = trainer_of(folder)
+        if process is not None and (folder / "checkpoint.pt").exists():
+            os.kill(process, signal.SIGKILL)
+            killed.append(process)
+            return
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray")
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds the process in /proc")
+def test_a_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("queue").write_text(QUEUE)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    assert main(["queue", "queue", "--device", "cpu", "--out", "alone"]) == 2
+    torch.set_num_threads(threads)
+    capfd.readouterr()
+    first = tmp_path / "runs" / "digits-resnet8-ce+epochs=24+batch_size=128+hold_out=1200" / "0"
+    killed: list[int] = []
+    thread = threading.Thread(target=kill_the_trainer_of, args=(first, killed), daemon=True)
+    thread.start()
+    assert main(["queue", "queue", *RAY]) == 2  # the last line diverges
+    thread.join()
+    shown = capfd.readouterr()
+    assert len(killed) == 1
+    assert shown.err.count("queue:2: a worker was lost, another one continues") == 1
+    assert shown.err.splitlines()[-1] == "isda: 1 of 4 lines failed: queue:5"
+    assert "3 of 4 runs finished" in shown.err  # of the view, which has one run per name and seed
+    assert len(contents("runs")) == 3
+    assert contents("runs") == contents("alone")
+    assert (first / "calibration.json").exists()
+
+
+def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("queue").write_text(QUEUE)
+    assert main(["queue", "queue", "--address", "auto"]) == 2
+    assert "use it with --engine ray" in capsys.readouterr().err
+    assert main(["queue", "queue", "--engine", "ray", "--device", "cuda:1"]) == 2
+    assert "device must be auto, cpu or cuda with --engine ray" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+class Lost(Exception):
+    """A process that does not exist any more."""
+
+
+def fake_ray(started: list[Any], lost: Callable[[], bool] = lambda: False) -> SimpleNamespace:
+    """Ray whose workers are objects of this process, and whose calls end at once."""
+
+    class Method:
+        def __init__(self, method: Callable[..., Any]) -> None:
+            self.method = method
+
+        def remote(self, *arguments: Any) -> Any:
+            result = Lost("it died") if lost() else self.method(*arguments)
+            return _Ref(result)
+
+    class Handle:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            worker = cluster._Worker(*arguments, **{**options, "one_thread": False})
+            self.ready, self.run = Method(worker.ready), Method(worker.run)
+            started.append(self)
+
+    def get(ref: _Ref) -> Any:
+        if isinstance(ref.result, Lost):
+            raise ref.result
+        return ref.result
+
+    return SimpleNamespace(
+        init=lambda *_, **__: None,
+        shutdown=lambda: None,
+        cluster_resources=lambda: {"CPU": 2.0},
+        remote=lambda **_: lambda kind: SimpleNamespace(remote=Handle),
+        wait=lambda refs, timeout: (refs[:1], refs[1:]),
+        get=get,
+        exceptions=SimpleNamespace(RayActorError=Lost),
+    )
+
+
+class _Ref:
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+
+def fail(message: str, kind: type[Exception]) -> None:
+    raise kind(message)
+
+
+def task(name: str, work: Callable[[], None]) -> Task:
+    return Task(name, lambda: work)
+
+
+def test_errors_and_the_time_limit(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake_ray(started))
+    ran: list[str] = []
+    with Workers(None, "auto", 1) as workers:
+        assert (workers.device, workers.number) == ("cpu", 2)
+        wrong, broken = (
+            task("wrong", lambda: fail("no such data", InputError)),
+            task("broken", lambda: fail("a bug", KeyError)),
+        )
+        good = task("good", lambda: ran.append("good"))
+        found = workers.run([wrong, broken, good])
+        assert found == [(wrong, "no such data"), (broken, "KeyError: 'a bug'")]
+        assert ran == ["good"]
+        late = task("late", lambda: fail("time limit of 1 min reached", TimeUp))
+        with pytest.raises(TimeUp, match="time limit of 1 min"):
+            workers.run([late, *[good] * 5])
+        assert len(ran) < 6  # nothing was started after the first
+        assert len(started) == 2  # the workers of the first call were used again
+
+
+def test_a_task_that_loses_every_worker(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    calls = iter([False, True, False, True, False, True, False, False])  # ready, run, ready, …
+    started: list[Any] = []
+    monkeypatch.setattr(
+        cluster, "import_module", lambda name: fake_ray(started, lambda: next(calls))
+    )
+    with Workers(None, "cpu", 1) as workers:
+        poison = task("poison", lambda: None)
+        assert workers.run([poison]) == [(poison, "lost 3 workers, perhaps for lack of memory")]
+    assert capsys.readouterr().err.count("poison: a worker was lost, another one continues") == 2
+    assert len(started) == 4
+
+
+def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "import_module", lambda name: fake_ray([], lambda: True))
+    workers = Workers(None, "cpu", 2)
+    with pytest.raises(InputError, match="no worker can be started: it died"):
+        workers.run([task("any", lambda: None)] * 2)
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "import_module", lambda name: fail(name, ImportError))
+    with pytest.raises(InputError, match=r"--engine ray needs the package ray: pip install"):
+        Workers(None, "auto", 1)

@@ -1,0 +1,85 @@
+"""Weights as safetensors: the loaded network predicts what the run has recorded."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from isda.experiments.cli import main
+from isda.experiments.data.arrays import load_data
+from isda.experiments.predictions import load_predictions
+from isda.experiments.records import Run, export
+
+WORDS = ["train", "--epochs", "2", "--batch-size", "128", "--device", "cpu", "--drop-rate", "0.2"]
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.9], ids=["last", "averaged"])
+def run(request, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("runs")
+    assert main([*WORDS, "--out", str(out), "--ema", str(request.param), "--seeds", "3"]) == 0
+    (folder,) = (path.parent for path in out.rglob("checkpoint.pt"))
+    return Run(folder)
+
+
+@pytest.fixture
+def card(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> str:
+    monkeypatch.chdir(tmp_path)
+    assert main(["weights", str(run.folder), "--out", "digits.safetensors"]) == 0
+    assert capsys.readouterr().out.split() == ["digits.safetensors", "digits.md"]
+    return Path("digits.md").read_text()
+
+
+def test_the_code_of_the_card_gives_the_recorded_predictions(run: Run, card: str) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(code, names)
+    data = load_data("digits")
+    probabilities = names["predict"](data.test_images)  # type: ignore[operator]
+    recorded = load_predictions(run)
+    assert recorded is not None
+    assert np.array_equal(probabilities.argmax(1).numpy(), recorded.prediction)
+    torch.testing.assert_close(
+        probabilities.max(1).values, torch.from_numpy(recorded.confidence), atol=1e-5, rtol=1e-5
+    )
+    wrong = 100 * (probabilities.argmax(1) != data.test_target).float().mean().item()
+    assert f"| error, % | {wrong:.2f} |" in card
+
+
+def test_header_and_card(run: Run, card: str) -> None:
+    with safe_open("digits.safetensors", framework="pt") as file:
+        header = file.metadata()
+    assert json.loads(header["recipe"]) == run.recipe.as_dict()
+    assert (header["network"], header["num_classes"], header["seed"]) == ("resnet8", "10", "3")
+    assert json.loads(header["class_names"]) == [str(digit) for digit in range(10)]
+    last = run.metrics()[-1]
+    for value in (f"{last['test_loss']:.4f}", f"{last['test_ece']:.4f}"):
+        assert f"| {value} |" in card
+    assert card.count("averaged over the steps") == bool(run.recipe.ema)
+    for words in (
+        run.name,
+        "seed 3",
+        "ISDA (λ₀ = 0.5",
+        run.environments[-1]["commit"] or "unknown",
+    ):
+        assert words in card
+
+
+def test_refusals(run: Run, tmp_path: Path, capsys) -> None:
+    record = export(run, tmp_path / "records")
+    for folder, out, message in (
+        (run.folder, "weights.pt", "out must be a file NAME.safetensors, got"),
+        (run.folder, "nowhere/w.safetensors", "folder"),
+        (record, "w.safetensors", f"{record} has no checkpoint of its last epoch"),
+        (tmp_path, "w.safetensors", f"{tmp_path / 'config.json'} is not a run record"),
+    ):
+        assert main(["weights", str(folder), "--out", str(tmp_path / out)]) == 2
+        assert capsys.readouterr().err.startswith(f"isda: {message}")
+    lines = (record / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (record / "metrics.jsonl").write_bytes(b"".join(lines[:-1]))
+    assert main(["weights", str(record), "--out", str(tmp_path / "w.safetensors")]) == 2
+    assert "is not finished: 1 of 2 epochs" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.safetensors"))
