@@ -21,6 +21,7 @@ COMMANDS = {
     "queue": "Train what a file of commands needs; skip what is finished.",
     "report": "Show all tables with our numbers, export records, update pages.",
     "cost": "Measure what ISDA adds to a training step in time and memory.",
+    "gan": "Train a GAN of Table 4.",
     "list": "Show all recipes with the paper's test error and ours.",
 }
 """What the commands do, by name."""

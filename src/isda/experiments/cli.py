@@ -1,4 +1,4 @@
-"""The command line: ``isda train | compare | search | table | queue | report | cost | list``.
+"""The command line: ``isda COMMAND``, one function per command.
 
 Every command imports what it needs when it runs: printing a table does not import the training
 code.
@@ -251,6 +251,34 @@ def _cost(words: list[str]) -> None:
     show_costs(given)
 
 
+def _gan(words: list[str]) -> None:
+    """Train a GAN of Table 4."""
+    from isda.experiments.arguments import GanArguments, parse
+    from isda.experiments.generators.gan_settings import GANS, get_gan
+
+    action, name = [*words, "", ""][:2]
+    if action in ("", "-h", "--help"):
+        action, name, words = "train", "wgan", ["train", "wgan", "--help"]
+    if action != "train":
+        raise unknown("action of isda gan", action, ["train"])
+    if not name or name.startswith("-"):
+        raise InputError(f"isda gan train needs the name of a GAN: one of {', '.join(GANS)}")
+    given = parse(
+        GanArguments,
+        f"gan train {name}",
+        words[2:],
+        description=COMMANDS["gan"],
+        default=GanArguments(get_gan(name)),
+    )
+    if given.settings.gan != name:
+        raise InputError(f"--gan {given.settings.gan} contradicts isda gan train {name}")
+    from isda.experiments.generators.gan_training import train_gan
+
+    require_seeds("seed", (given.seed,))
+    folder = train_gan(given.settings, given.seed, given.options(), sample_every=given.sample_every)
+    print(folder.folder)
+
+
 def _list(words: list[str]) -> None:
     """Show all recipes with the paper's test error and ours."""
     from isda.experiments.arguments import ListArguments, parse
@@ -268,6 +296,7 @@ _FUNCTIONS: dict[str, Callable[[list[str]], None]] = {
     "queue": _queue,
     "report": _report,
     "cost": _cost,
+    "gan": _gan,
     "list": _list,
 }
 
