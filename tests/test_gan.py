@@ -221,6 +221,15 @@ def test_a_trained_generator_draws_each_image_on_its_own(name: str, digits) -> N
     assert (drawn.dtype, drawn.shape) == (torch.uint8, (5, *shape))
 
 
+def test_a_class_without_images_is_refused(digits) -> None:
+    rest = digits.train_target != 4
+    fewer = replace(digits, train_images=digits.train_images[rest],
+                    train_target=digits.train_target[rest])  # fmt: skip
+    with pytest.raises(InputError, match=r"wgan needs training images of every class.* no 4"):
+        create_lanes(small("wgan"), 0, fewer)
+    assert len(create_lanes(small("cgan"), 0, fewer)) == 1
+
+
 def test_normal_numbers() -> None:
     drawn = counter_rng.normal((200, 500), counter_rng.key(3)).double()
     assert drawn.isfinite().all()

@@ -519,6 +519,8 @@ def test_cifar_recipes_differ_in_their_data_alone() -> None:
     names = [name for name in RECIPES if name.startswith("cifar10-")]
     assert len(names) >= 32
     for name in names:
+        if name.endswith("-wgan"):
+            continue  # on CIFAR-10 alone, as in the paper
         other = RECIPES["cifar100-" + name.removeprefix("cifar10-")]
         noise = {"noise_rate"} if name == "cifar10-resnet110-disturb_label" else set()
         assert differing_fields(RECIPES[name], other).keys() == {"data"} | noise

@@ -17,6 +17,8 @@ AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")
 
 Method = Literal["ce", "isda", "large_margin", "disturb_label", "focal", "center", "lq"]
 
+GanName = Literal["wgan", "cgan", "acgan", "infogan"]
+
 METHODS: tuple[str, ...] = get_args(Method)
 """Losses by name: cross entropy, ISDA and the baselines of Table 4."""
 
@@ -37,6 +39,12 @@ class Recipe:
     augment: tuple[str, ...] = ()
     """Augmentations: crop, flip, autoaugment, cutout, always applied in this order. Image files
     are always cropped and flipped, and take no others."""
+
+    generator: Literal["none", GanName] = "none"
+    """GAN, trained by isda gan, whose images are mixed into every batch."""
+
+    synthetic: float = 0.0
+    """Share of these synthetic images in every batch; the paper's is 1/6."""
 
     epochs: int
     """Number of epochs."""
@@ -123,7 +131,7 @@ class Recipe:
         for field in ("weight_decay", "cosine_offset", "lambda_0", "images_per_class", "hold_out"):
             value = getattr(self, field)
             _require(0 <= value < math.inf, field, value, ">= 0")
-        for field in ("momentum", "noise_rate", "drop_rate", "ema"):
+        for field in ("momentum", "noise_rate", "drop_rate", "ema", "synthetic"):
             value = getattr(self, field)
             _require(0 <= value < 1, field, value, ">= 0 and < 1")
         for field in ("gamma", "decay"):
@@ -158,6 +166,13 @@ class Recipe:
             "noise_rate",
             self.noise_rate,
             "> 0 with method disturb_label and 0 with any other",
+        )
+
+        _require(
+            (self.generator == "none") == (self.synthetic == 0),
+            "synthetic",
+            self.synthetic,
+            f"{'0' if self.generator == 'none' else '> 0'} with generator {self.generator}",
         )
 
     def learning_rate_at(self, epoch: int) -> float:
@@ -254,6 +269,9 @@ class Options:
 
     download: bool = False
     """Download CIFAR if it is missing."""
+
+    generators: Path = Path("generators")
+    """Folder of trained GANs, for recipes with a generator: GENERATORS/<data>-<gan>/0/."""
 
     skip_unreadable: bool = False
     """Skip image files that cannot be decoded."""

@@ -4,13 +4,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from isda.experiments.errors import InputError, unknown
+from isda.experiments.settings import GanName
 
-__all__ = ["CODES", "GANS", "GanName", "GanSettings", "get_gan"]
-
-GanName = Literal["wgan", "cgan", "acgan", "infogan"]
+__all__ = ["CODES", "GANS", "GanSettings", "get_gan"]
 
 CODES = 2
 """Number of further latent inputs of infoGAN, uniform in [-1, 1)."""

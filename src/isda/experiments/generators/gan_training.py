@@ -16,7 +16,6 @@ from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.files import write_text
 from isda.experiments.generators.gan_folder import GanFolder
 from isda.experiments.generators.gan_lane import GanLane
-from isda.experiments.generators.gan_networks import doublings
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.generators.pictures import write_grid
 from isda.experiments.generators.trained_generator import TrainedGenerator
@@ -61,11 +60,11 @@ def train_gan(
         if world > 1:
             raise InputError("a GAN trains in one process: start isda gan without torchrun")
         data = load_arrays(settings, options).to(device)
-        doublings(tuple(data.image_shape))
+        lanes = create_lanes(settings, seed, data)
         with locked(options.out, settings.name, seed):
             place = Path(options.out) / settings.name / str(seed)
             folder = GanFolder.create(place, settings, seed, device, resume=options.resume)
-            _train(folder, data, options, sample_every, progress=progress)
+            _train(folder, lanes, data, options, sample_every, progress=progress)
     return folder
 
 
@@ -82,11 +81,16 @@ def load_arrays(settings: GanSettings, options: Options) -> ImageArrays:
 def create_lanes(settings: GanSettings, seed: int, data: ImageArrays) -> list[GanLane]:
     """The GANs that train side by side: one, or one per class."""
     classes = range(data.num_classes) if settings.per_class else [None]
+    missing = {*range(data.num_classes)} - {*data.train_target.tolist()}
+    if settings.per_class and missing:
+        name = data.class_names[min(missing)]
+        raise InputError(f"wgan needs training images of every class, {data.name} has no {name}")
     return [GanLane(settings, seed, data, only=one) for one in classes]
 
 
 def _train(
     folder: GanFolder,
+    lanes: list[GanLane],
     data: ImageArrays,
     options: Options,
     sample_every: int,
@@ -94,7 +98,6 @@ def _train(
     progress: bool,
 ) -> None:
     settings, shape = folder.settings, tuple(data.image_shape)
-    lanes = create_lanes(settings, folder.seed, data)
     history: list[dict[str, float]] = []
     state = folder.load()
     if state is not None:

@@ -81,7 +81,7 @@ def own_images(data: ImageArrays | DecodedImages, plan: Plan) -> ImageArrays | D
 def same_steps(one: Recipe, other: Recipe) -> bool:
     """Whether two recipes have the same images, network and steps."""
     fields = ("data", "hold_out", "image_size", "epochs", "batch_size", "network",
-              "images_per_class")  # fmt: skip
+              "images_per_class", "synthetic")  # fmt: skip
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 

@@ -23,6 +23,7 @@ from isda import ISDALoss, distributed
 from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError, RunError, TimeUp
+from isda.experiments.generators.synthetic_images import generator_of, require_generators
 from isda.experiments.predictions import save_predictions
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
@@ -119,6 +120,7 @@ class _Training:
         if self.options.resume and self.world == 1:
             self.runs |= finished_runs(self.plans, self.options)
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
+        require_generators((self.plans[number].recipe for number in waiting), self.options)
         self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
         for group, data in groups(self.plans, waiting, self.options, self.device):
             parts = [group]
@@ -160,8 +162,9 @@ class _Training:
     def _lane(self, number: int, data: ImageArrays | DecodedImages) -> Lane:
         plan = self.plans[number]
         images = own_images(data, plan)
-        rank, world = self.rank, self.world
-        return Lane(plan.recipe, plan.seed, images, self.device, rank=rank, world=world)
+        generator = generator_of(plan.recipe, images, self.options, self.device)
+        return Lane(plan.recipe, plan.seed, images, self.device, rank=self.rank, world=self.world,
+                    generator=generator)  # fmt: skip
 
     def _train_group(self, group: list[int], data: ImageArrays | DecodedImages) -> None:
         lanes = [self._lane(number, data) for number in group]
@@ -301,6 +304,7 @@ def _metrics(
         "images_per_second": lane.num_images / seconds,
         "side_by_side": side_by_side,
         "statistics_mib": sum(b.nbytes for b in lane.criterion.buffers()) / 2**20,
+        **({"generator_digest": lane.generator_digest} if lane.generator_digest else {}),
         **memory,
     }
 
