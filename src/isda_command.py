@@ -21,7 +21,9 @@ COMMANDS = {
     "queue": "Train what a file of commands needs; skip what is finished.",
     "report": "Show all tables with our numbers, export records, update pages.",
     "cost": "Measure what ISDA adds to a training step in time and memory.",
-    "gan": "Train a GAN of Table 4.",
+    "gan": "Train a GAN of Table 4, or measure one.",
+    "invert": "Show augmented features as pictures of a generator.",
+    "neighbours": "Show the training images nearest to augmented features.",
     "list": "Show all recipes with the paper's test error and ours.",
 }
 """What the commands do, by name."""
@@ -30,7 +32,7 @@ USAGE = "\n".join(
     [
         "usage: isda COMMAND [RECIPE] [FLAGS]",
         "",
-        *(f"  {name:8} {description}" for name, description in COMMANDS.items()),
+        *(f"  {name:10} {description}" for name, description in COMMANDS.items()),
         "",
         "A recipe is <data>-<network>-<method>. The default is",
         "digits-resnet8-isda, which needs no download and no GPU.",

@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeVar
 import tyro
 
 from isda.experiments.errors import InputError
-from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.published import COST
 from isda.experiments.recipes import DEFAULT, OWN_IMAGES, get_recipe
 from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
@@ -22,7 +21,6 @@ from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
 __all__ = [
     "CompareArguments",
     "CostArguments",
-    "GanArguments",
     "ListArguments",
     "QueueArguments",
     "ReportArguments",
@@ -164,6 +162,9 @@ class ReportArguments:
     costs: tuple[Path, ...] = ()
     """CSV files written by isda cost, to show below Table 1."""
 
+    pictures: tuple[Path, ...] = ()
+    """Folders that isda invert, neighbours or gan measure has written to, to show at the end."""
+
 
 @dataclass(frozen=True)
 class CostArguments:
@@ -209,52 +210,6 @@ class ListArguments:
 
     results: Path | None = None
     """Folder of run records; None: runs, else results."""
-
-
-@dataclass(frozen=True)
-class GanArguments:
-    """Arguments of ``isda gan train``."""
-
-    settings: Annotated[GanSettings, tyro.conf.arg(name="")]
-    """What to train: a GAN, any setting of which can be changed."""
-
-    seed: int = 0
-    """Seed of the initial weights and of all draws."""
-
-    sample_every: int = 0
-    """Epochs between two grids of samples; 0: a twentieth of all epochs."""
-
-    out: Path = Path("generators")
-    """Folder for the GANs: OUT/<data>-<gan>/<seed>/."""
-
-    resume: bool = False
-    """Continue from the last checkpoint."""
-
-    device: str = "auto"
-    """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
-
-    data_root: Path | None = None
-    """Folder of CIFAR; None: data."""
-
-    download: bool = False
-    """Download CIFAR if it is missing."""
-
-    capture: bool = True
-    """Capture training steps in CUDA graphs on a GPU."""
-
-    deterministic: bool = False
-    """Use deterministic GPU kernels: bitwise reproducible, but slower."""
-
-    checkpoint_seconds: float = 60.0
-    """Minimum time between checkpoints; the last epoch always writes one."""
-
-    minutes: float | None = None
-    """Time limit, counted from the start of the command; as in isda train."""
-
-    def options(self) -> Options:
-        """The options of a training among these arguments."""
-        names = {option.name for option in fields(Options)} & {one.name for one in fields(self)}
-        return Options(**{name: getattr(self, name) for name in names})
 
 
 def parse(

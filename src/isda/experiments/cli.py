@@ -202,6 +202,7 @@ def _report(words: list[str]) -> None:
     from isda.experiments.report.comparison import distinct
     from isda.experiments.report.costs import cost_rows
     from isda.experiments.report.overview import report_markdown
+    from isda.experiments.report.pictures_of_features import read_pictures
     from isda.experiments.report.tables import update_markdown
 
     given = parse(ReportArguments, "report", words, description=COMMANDS["report"])
@@ -223,7 +224,8 @@ def _report(words: list[str]) -> None:
                 raise InputError(f"{twin.folder} and {one.folder} have the same name and seed")
         for one in finished:
             print(export(one, given.export))
-    print(report_markdown(runs, costs))
+    pictures = read_pictures(given.pictures)
+    print("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
     for path in given.update:
         print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")
     if given.figures is not None:
@@ -233,7 +235,7 @@ def _report(words: list[str]) -> None:
     if given.page is not None:
         from isda.experiments.report.pages import write_report_page  # imports matplotlib
 
-        write_report_page(given.page, runs, costs)
+        write_report_page(given.page, runs, costs, pictures)
         print(given.page)
 
 
@@ -252,31 +254,24 @@ def _cost(words: list[str]) -> None:
 
 
 def _gan(words: list[str]) -> None:
-    """Train a GAN of Table 4."""
-    from isda.experiments.arguments import GanArguments, parse
-    from isda.experiments.generators.gan_settings import GANS, get_gan
+    """Train a GAN of Table 4, or measure one."""
+    from isda.experiments.generators.commands import gan
 
-    action, name = [*words, "", ""][:2]
-    if action in ("", "-h", "--help"):
-        action, name, words = "train", "wgan", ["train", "wgan", "--help"]
-    if action != "train":
-        raise unknown("action of isda gan", action, ["train"])
-    if not name or name.startswith("-"):
-        raise InputError(f"isda gan train needs the name of a GAN: one of {', '.join(GANS)}")
-    given = parse(
-        GanArguments,
-        f"gan train {name}",
-        words[2:],
-        description=COMMANDS["gan"],
-        default=GanArguments(get_gan(name)),
-    )
-    if given.settings.gan != name:
-        raise InputError(f"--gan {given.settings.gan} contradicts isda gan train {name}")
-    from isda.experiments.generators.gan_training import train_gan
+    gan(words)
 
-    require_seeds("seed", (given.seed,))
-    folder = train_gan(given.settings, given.seed, given.options(), sample_every=given.sample_every)
-    print(folder.folder)
+
+def _invert(words: list[str]) -> None:
+    """Show augmented features as pictures of a generator (Appendix C)."""
+    from isda.experiments.generators.commands import invert
+
+    invert(words)
+
+
+def _neighbours(words: list[str]) -> None:
+    """Show the training images nearest to augmented features."""
+    from isda.experiments.generators.commands import neighbours
+
+    neighbours(words)
 
 
 def _list(words: list[str]) -> None:
@@ -297,6 +292,8 @@ _FUNCTIONS: dict[str, Callable[[list[str]], None]] = {
     "report": _report,
     "cost": _cost,
     "gan": _gan,
+    "invert": _invert,
+    "neighbours": _neighbours,
     "list": _list,
 }
 
