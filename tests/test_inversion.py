@@ -24,7 +24,11 @@ from isda.experiments.generators.gan_quality import frechet_distance
 from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_training import train_gan
 from isda.experiments.generators.inversion import InversionSettings, show_inversion
-from isda.experiments.generators.latent_decoder import LatentDecoder, train_decoder
+from isda.experiments.generators.latent_decoder import (
+    LatentDecoder,
+    create_generator,
+    train_decoder,
+)
 from isda.experiments.generators.latent_search import LatentSearch, normalized, with_codes
 from isda.experiments.generators.neighbours import nearest, show_neighbours
 from isda.experiments.generators.trained_classifier import load_classifier
@@ -215,6 +219,23 @@ def test_a_decoder_beats_random_latents_in_one_pass(classifier, generator) -> No
 
     random = normalized(torch.randn(len(target), 100, device=features.device))
     assert distance(decoder(features, target)) < 0.9 * distance(random)
+
+
+def test_without_a_gan_the_decoder_is_its_own_generator(classifier, tmp_path) -> None:
+    settings = InversionSettings(iterations=40, draws=2, restarts=1, decoder_epochs=4,
+                                 start="decoder")  # fmt: skip
+    result = show_inversion(classifier, None, tmp_path, settings, samples=5)
+    assert result["generator"] == "trained with the decoder"
+    assert result["pictures"]["reconstruction"]["residual"] < 0.5
+    generator = create_generator(classifier)
+    before = generator.digest
+    train_decoder(classifier, generator, eta=0.1, epochs=1)
+    assert generator.digest == before  # frozen
+    train_decoder(classifier, generator, eta=0.1, epochs=1, with_generator=True)
+    assert generator.digest != before
+    assert not any(module.training for module in generator.modules())
+    with pytest.raises(InputError, match="start must be decoder without a generator"):
+        show_inversion(classifier, None, tmp_path, samples=1)
 
 
 def test_frechet_distance_against_scipy() -> None:

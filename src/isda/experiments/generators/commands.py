@@ -88,7 +88,8 @@ def invert(words: list[str]) -> None:
     )
     with join_processes(given.device) as (device, _, _):
         options = options_of(given)
-        generator = load_generator(given.generator, device)
+        folder = given.generator
+        generator = None if folder is None else load_generator(folder, device)
         classifier = load_classifier(given.classifier, options, device)
         judge = None
         if given.judge is not None:

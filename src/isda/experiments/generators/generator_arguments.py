@@ -124,8 +124,9 @@ class InvertArguments:
     classifier: tyro.conf.Positional[Path]
     """Folder of a finished run with ISDA, with its checkpoint."""
 
-    generator: Path
-    """Folder of a trained GAN: OUT/<data>-<gan>/<seed>."""
+    generator: Path | None = None
+    """Folder of a trained GAN: OUT/<data>-<gan>/<seed>. None: a generator that is trained with the
+    decoder, with --start decoder."""
 
     judge: Path | None = None
     """Folder of another run, not used otherwise, which says whether pictures keep their class."""
@@ -134,7 +135,7 @@ class InvertArguments:
     """Folder for inversion.png and inversion.json."""
 
     samples: int = 10
-    """Training images to show, one row each."""
+    """Training images to invert; the grid shows the first 20, one row each."""
 
     draws: int = 5
     """Augmented pictures per image, and as many of the control."""

@@ -18,7 +18,7 @@ from isda.experiments.generators.feature_moves import (
     strength_of,
 )
 from isda.experiments.generators.gan_lane import to_bytes, to_unit
-from isda.experiments.generators.latent_decoder import train_decoder
+from isda.experiments.generators.latent_decoder import create_generator, train_decoder
 from isda.experiments.generators.latent_search import LatentSearch, normalized, with_codes
 from isda.experiments.generators.pictures import write_grid
 from isda.experiments.generators.trained_classifier import TrainedClassifier
@@ -26,6 +26,7 @@ from isda.experiments.generators.trained_generator import TrainedGenerator
 
 __all__ = ["InversionSettings", "show_inversion"]
 
+_MOST_ROWS = 20  # of the grid; all images are measured
 _START, _DRAWS, _CONTROL = 1, 2, 3  # key parts
 
 
@@ -73,7 +74,7 @@ class InversionSettings:
 
 def show_inversion(
     classifier: TrainedClassifier,
-    generator: TrainedGenerator,
+    generator: TrainedGenerator | None,
     out: Path,
     settings: InversionSettings | None = None,
     *,
@@ -91,11 +92,12 @@ def show_inversion(
 
     Args:
         classifier: trained classifier with ISDA statistics.
-        generator: trained generator of the same data set.
+        generator: trained generator of the same data set; None: one that is trained with the
+            decoder, which ``start`` must then be.
         out: folder to write to.
         settings: settings of the inversion.
         judge: another classifier, which has no part in the inversion.
-        samples: training images to invert.
+        samples: training images to invert, of which the grid shows at most 20.
         strength: λ; by default λ₀ of the recipe.
         seed: seed of images, latents and draws.
         capture: capture the iterations in CUDA graphs on a GPU.
@@ -103,6 +105,11 @@ def show_inversion(
     settings = settings or InversionSettings()
     strength = strength_of(classifier, strength)
     data = classifier.data
+    trained = generator is not None
+    _require(trained or settings.start == "decoder", "start", settings.start,
+             "decoder without a generator")  # fmt: skip
+    if generator is None:
+        generator = create_generator(classifier, seed)
     generator.require_fit(
         num_classes=data.num_classes, image_shape=tuple(data.image_shape), other="the classifier"
     )
@@ -119,7 +126,12 @@ def show_inversion(
     one_pass = None
     if settings.start == "decoder":
         decoder = train_decoder(
-            classifier, generator, eta=settings.eta, epochs=settings.decoder_epochs, seed=seed
+            classifier,
+            generator,
+            eta=settings.eta,
+            epochs=settings.decoder_epochs,
+            seed=seed,
+            with_generator=not trained,
         )
         latent = decoder(features, data.train_target[chosen])
         one_pass = _images(generator, latent, classes)
@@ -139,7 +151,8 @@ def show_inversion(
     rules = (1, len(columns), len(columns) + settings.draws)
     with writing(out, keep=()):
         out.mkdir(parents=True, exist_ok=True)
-    write_grid(out / "inversion.png", torch.cat([*columns, to_bytes(found)], 1), rules=rules)
+    grid = torch.cat([*columns, to_bytes(found)], 1)[:_MOST_ROWS]
+    write_grid(out / "inversion.png", grid, rules=rules)
 
     parts = {
         "original": (pixels[:, None], None),
@@ -150,7 +163,7 @@ def show_inversion(
     result = {
         "classifier": str(classifier.folder),
         "judge": None if judge is None else str(judge.folder),
-        "generator": generator.settings.name,
+        "generator": generator.settings.name if trained else "trained with the decoder",
         "generator_digest": generator.digest,
         "data": data.name,
         "samples": samples,

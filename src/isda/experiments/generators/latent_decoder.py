@@ -1,19 +1,24 @@
-"""Features to a picture in one pass: a network from features to latents, then the generator.
+"""Features to a picture in one pass: a network from features to latents, then a generator.
 
-The network is trained with a pixel and a feature loss through the frozen generator and classifier.
-Its latents are pictures on their own, and starting points of the inversion.
+It is trained with a pixel and a feature loss through the frozen classifier. The generator is that
+of a GAN, which is frozen, too, or a new one that is trained with the network: then no GAN is
+needed. The latents are pictures on their own, and starting points of the inversion.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from isda.experiments.data import counter_rng
 from isda.experiments.generators.gan_lane import to_unit
+from isda.experiments.generators.gan_networks import Generator
+from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.latent_search import normalized, with_codes
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 
-__all__ = ["LatentDecoder", "train_decoder"]
+__all__ = ["LatentDecoder", "create_generator", "train_decoder"]
 
 _WIDTH, _BATCH = 512, 128
 
@@ -37,6 +42,17 @@ class LatentDecoder(nn.Module):
         return normalized(self.rest(self.first(features) + self.label(label)))
 
 
+def create_generator(classifier: TrainedClassifier, seed: int = 0) -> TrainedGenerator:
+    """A generator with the architecture of CGAN and initial weights, for :func:`train_decoder`."""
+    data, shape = classifier.data, tuple(classifier.data.image_shape)
+    settings = replace(get_gan("cgan"), data=data.name)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        network = Generator(settings, data.num_classes, shape)
+    device = data.train_images.device
+    return TrainedGenerator(settings, data.num_classes, shape, [network.to(device)])
+
+
 def train_decoder(
     classifier: TrainedClassifier,
     generator: TrainedGenerator,
@@ -44,6 +60,7 @@ def train_decoder(
     eta: float,
     epochs: int,
     seed: int = 0,
+    with_generator: bool = False,
 ) -> LatentDecoder:
     """Train on the training images with ``‖f(G(z)) - a‖² + eta ‖G(z) - x‖²``, as in step I.
 
@@ -53,6 +70,7 @@ def train_decoder(
         eta: weight of the pixels.
         epochs: passes over the training images.
         seed: seed of weights and order.
+        with_generator: train the generator, too.
     """
     data = classifier.data
     device = data.train_images.device
@@ -62,7 +80,10 @@ def train_decoder(
             classifier.network.num_features, data.num_classes, generator.settings.noise
         ).to(device)
     features = classifier.all_features(data.train_images)
-    optimizer = torch.optim.Adam(decoder.parameters(), lr=1e-3)
+    parameters = list(decoder.parameters())
+    if with_generator:
+        parameters += generator.train().requires_grad_(True).parameters()
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
     key = counter_rng.key(seed, device=device)
     for epoch in range(epochs):
         for group in optimizer.param_groups:
@@ -78,4 +99,5 @@ def train_decoder(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+    generator.eval().requires_grad_(False)
     return decoder.eval().requires_grad_(False)

@@ -41,7 +41,6 @@ class TrainedGenerator(nn.Module):
         self.settings, self.num_classes, self.image_shape = settings, num_classes, image_shape
         self.networks = nn.ModuleList(networks)
         self.eval().requires_grad_(False)
-        self.digest = weights_digest([network.state_dict() for network in networks])
 
     @classmethod
     def of_lanes(
@@ -50,6 +49,11 @@ class TrainedGenerator(nn.Module):
         """The averaged generators of lanes, which they share the weights with."""
         networks = [lane.average for lane in lanes]
         return cls(settings, lanes[0].num_classes, image_shape, networks)
+
+    @property
+    def digest(self) -> int:
+        """A number that changes with any weight."""
+        return weights_digest([network.state_dict() for network in self.networks])
 
     @property
     def device(self) -> torch.device:
