@@ -36,7 +36,7 @@ def digits(device):
 
 
 def options(out: Path, device, **changes) -> Options:
-    return Options(out=out, device=str(device), **changes)
+    return Options(out=out, device=str(device), deterministic=True, **changes)
 
 
 def lane_states(folder: Path) -> list[torch.Tensor]:
@@ -268,3 +268,28 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     assert "checkpoint.pt is damaged" in refused("acgan", *flags, "--resume")
     assert main(["gan", "measur"]) == 2
     assert "unknown action of isda gan" in capsys.readouterr().err
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_noticed(tmp_path: Path, device) -> None:
+    folder = train_gan(small("cgan", epochs=1), 0, options(tmp_path, device), progress=False)
+    path = folder.folder / "checkpoint.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"checkpoint.pt is damaged .*: train the GAN again"):
+        load_generator(folder.folder, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GANS)
+def test_a_captured_step_equals_an_eager_one(name: str) -> None:
+    data = load_data("digits").to("cuda")
+    captured, eager = (create_lanes(small(name), 0, data) for _ in range(2))
+    runner = CapturedSteps(captured, capture=True)
+    for times in (2, 1, 2):
+        runner.run(GanLane.step, times=times)
+    assert runner.capture  # no fallback
+    CapturedSteps(eager, capture=False).run(GanLane.step, times=5)
+    for one, other in zip(captured, eager, strict=True):
+        for tensor, expected in zip(one.tensors(), other.tensors(), strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=1e-4)

@@ -166,6 +166,24 @@ def test_search_is_plain_gradient_descent(device) -> None:
         torch.testing.assert_close(losses[row], expected.detach())
 
 
+@pytest.mark.gpu
+def test_a_captured_search_equals_an_eager_one(classifier, generator) -> None:
+    classes = [0, 1, 2]
+    images_of = generator.for_classes(classes)
+    wanted = classifier.all_features(classifier.data.train_images[:3])
+
+    def loss(latent):
+        return (classifier.features(images_of(latent)) - wanted).square().sum(1)
+
+    start = torch.randn(3, 100, device=wanted.device)
+    found = []
+    for capture in (True, False):
+        search = LatentSearch(loss, start, momentum=0.9, weight_decay=1e-4)
+        search.run(20, 0.1, capture=capture)
+        found.append(search.latent.detach())
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
 def test_a_search_that_diverges_says_so(device) -> None:
     search = LatentSearch(lambda z: z.sum(1) / 0, torch.ones(2, 3, device=device),
                           momentum=0.0, weight_decay=0.0)  # fmt: skip

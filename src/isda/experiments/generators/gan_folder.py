@@ -8,7 +8,6 @@ report never takes a GAN for a run.
 import hashlib
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.files import sync_folder, write_text, writing
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.training.environment import environment
+from isda.experiments.training.run_folder import read_checkpoint
 
 __all__ = ["GanFolder", "weights_digest"]
 
@@ -86,9 +86,7 @@ class GanFolder:
         if not path.exists():
             return None
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                state = torch.load(path, map_location="cpu", weights_only=True)
+            state = read_checkpoint(path)
             own = state["settings"] == self.settings.as_dict() and state["seed"] == self.seed
         except Exception as error:  # a damaged file can fail in any way
             reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -28,7 +28,7 @@ from isda.experiments.records import Run, read_recipe, require_name, summary
 from isda.experiments.settings import Recipe, differing_fields
 from isda.experiments.training.environment import environment
 
-__all__ = ["RunFolder", "locked", "require_free"]
+__all__ = ["RunFolder", "locked", "read_checkpoint", "require_free"]
 
 
 class RunFolder(Run):
@@ -163,7 +163,7 @@ class RunFolder(Run):
             if not path.exists():
                 continue
             try:
-                state = _read_checkpoint(path)
+                state = read_checkpoint(path)
                 self._require_own(path, state)
                 if use is not None:
                     use(state)
@@ -277,6 +277,18 @@ def require_free(folders: Iterable[Path]) -> None:
                 )
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Load a checkpoint on the CPU after comparing the checksums in the file."""
+    with zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+    if bad is not None:
+        raise ValueError(f"wrong checksum of {bad}")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}")
+    return state
+
+
 _NAMES = (
     "config.json",
     "metrics.jsonl",
@@ -288,14 +300,3 @@ _NAMES = (
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    with zipfile.ZipFile(path) as archive:
-        bad = archive.testzip()
-    if bad is not None:
-        raise ValueError(f"wrong checksum of {bad}")
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict):
-        raise ValueError(f"it holds a {type(state).__name__}")
-    return state
