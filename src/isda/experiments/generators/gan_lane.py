@@ -155,7 +155,8 @@ class GanLane:
 
     @torch.no_grad()
     def _update_average(self) -> None:
-        weight = 1 - self.settings.average
+        # at the start the decay is (1 + t) / (10 + t), so that the initial weights do not linger
+        weight = (9 / (10 + self.steps)).float().clamp(min=1 - self.settings.average)
         pairs = [
             *zip(self.average.parameters(), self.generator.parameters(), strict=True),
             *zip(self.average.buffers(), self.generator.buffers(), strict=True),

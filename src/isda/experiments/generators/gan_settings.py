@@ -53,7 +53,8 @@ class GanSettings:
     """Channels of the widest images inside the networks; every halving of the side doubles them."""
 
     average: float = 0.999
-    """Decay of the average of the generator's weights, which makes the pictures; 0: none."""
+    """Decay of the average of the generator's weights, which makes the pictures; lower in the first
+    steps. 0: none."""
 
     hold_out: int = 0
     """Number of training images to hold out, as in a recipe."""

@@ -43,6 +43,7 @@ from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.start import create_folders, finished_runs
+from isda.experiments.training.tensorboard import create_writer, summary_writer
 
 __all__ = ["Plan", "train"]
 
@@ -69,7 +70,7 @@ def train(
     """
     options = options or Options()
     if options.tensorboard:
-        _summary_writer()
+        summary_writer()
     with (
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
@@ -214,7 +215,7 @@ class _Training:
         lanes = [member.lane for member in members]
         on_gpu = self.device.type == "cuda"
         runner = SideBySide(lanes, capture=self.options.capture and on_gpu and self.world == 1)
-        writers = [_writer(member.run, self.options, lanes[0].epoch) for member in members]
+        writers = [create_writer(member.run, self.options, lanes[0].epoch) for member in members]
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         saved, stopped = time.monotonic(), False
@@ -386,20 +387,3 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
         dynamic_ncols=interactive,
     )
     yield from bar
-
-
-def _writer(run: RunFolder | None, options: Options, epoch: int) -> Any:
-    """TensorBoard writer, or None; epochs after the checkpoint are rewritten."""
-    if run is None or not options.tensorboard:
-        return None
-    return _summary_writer()(str(run.folder), purge_step=epoch)
-
-
-def _summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise InputError(
-            "--tensorboard needs the package tensorboard: pip install -e '.[tensorboard]'"
-        ) from error
-    return SummaryWriter
