@@ -23,6 +23,9 @@ COMMANDS = {
     "report": "Show all tables with our numbers, export records, update pages.",
     "weights": "Write the weights of a finished run, with a model card.",
     "cost": "Measure what ISDA adds to a training step in time and memory.",
+    "gan": "Train a GAN of Table 4, or measure one.",
+    "invert": "Show augmented features as pictures of a generator.",
+    "neighbours": "Show the training images nearest to augmented features.",
     "list": "Show all recipes with the paper's test error and ours.",
 }
 """What the commands do, by name."""
@@ -31,7 +34,7 @@ USAGE = "\n".join(
     [
         "usage: isda COMMAND [RECIPE] [FLAGS]",
         "",
-        *(f"  {name:9} {description}" for name, description in COMMANDS.items()),
+        *(f"  {name:10} {description}" for name, description in COMMANDS.items()),
         "",
         "A recipe is <data>-<network>-<method>. The default is",
         "digits-resnet8-isda, which needs no download and no GPU.",

@@ -72,7 +72,7 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tran"], "unknown command 'tran'; did you mean train or table?"),
+        (["tran"], "unknown command 'tran'; did you mean train or gan or table?"),
         (["xyz"], "unknown command 'xyz'"),
         (["train", "cifar10-resnet23-isda"], "; did you mean cifar10-resnet32-isda"),
         (["compare", "digits"], "unknown recipe 'digits'"),

@@ -100,9 +100,12 @@ def test_commands_exist(page: Path) -> None:
     import dataclasses
 
     from isda.experiments import arguments
+    from isda.experiments.generators import generator_arguments
+    from isda.experiments.generators.gan_settings import GanSettings
     from isda.experiments.settings import Options, Recipe
 
-    kinds = {name: getattr(arguments, f"{name.capitalize()}Arguments", None) for name in COMMANDS}
+    owners_of = {**vars(arguments), **vars(generator_arguments)}
+    kinds = {name: owners_of.get(f"{name.capitalize()}Arguments") for name in COMMANDS}
     kinds["compare"] = arguments.TrainArguments
     text = page.read_text()
     code = [block for language, block in blocks(page) if language in ("sh", "bash")]
@@ -116,6 +119,8 @@ def test_commands_exist(page: Path) -> None:
         if command in ("train", "compare", "search") and words[2:3] and words[2][0] not in "-…":
             assert words[2] in RECIPES, line
         owners = [kinds[command], Recipe, Options]
+        if command == "gan":
+            owners = [kinds[command], GanSettings, generator_arguments.MeasureArguments]
         known = {f.name for kind in owners if kind is not None for f in dataclasses.fields(kind)}
         for flag in re.findall(r"--(?:no-)?([a-z0-9-]+)", line.partition(" #")[0]):
             assert flag.replace("-", "_") in known | {"help"}, line

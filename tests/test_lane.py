@@ -28,8 +28,9 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.networks import create_network
 from isda.experiments.networks.stochastic import Dropout
+from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import RECIPES
-from isda.experiments.settings import Recipe, differing_fields
+from isda.experiments.settings import Recipe
 from isda.experiments.training import run_images
 from isda.experiments.training.lane import Lane
 from isda.experiments.training.optimizer import optimizer_state
@@ -525,6 +526,8 @@ def test_cifar_recipes_differ_in_their_data_alone() -> None:
     names = [name for name in RECIPES if name.startswith("cifar10-")]
     assert len(names) >= 32
     for name in names:
+        if name.endswith("-wgan"):
+            continue  # on CIFAR-10 alone, as in the paper
         other = RECIPES["cifar100-" + name.removeprefix("cifar10-")]
         noise = {"noise_rate"} if name == "cifar10-resnet110-disturb_label" else set()
         assert differing_fields(RECIPES[name], other).keys() == {"data"} | noise

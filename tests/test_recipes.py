@@ -7,14 +7,16 @@ import pytest
 
 from isda.experiments.errors import InputError
 from isda.experiments.published import ABLATION, COST, METHODS, PARAMETERS, PUBLISHED
+from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import DEFAULT, RECIPES, baseline_of, get_recipe, name_of
-from isda.experiments.settings import Recipe, differing_fields
+from isda.experiments.settings import Recipe
 
 CIFAR_NETWORKS = 10
 TABLE_3_NETWORKS = 3
 IMAGENET_NETWORKS = 7
 TABLE_4 = ("large_margin", "disturb_label", "focal", "center", "lq")
 OTHERS = (*TABLE_4, "label_smoothing")
+GANS = ("wgan", "cgan", "acgan", "infogan")
 TABLE_5 = {
     "identity": {"covariance": "identity"},
     "diagonal": {"covariance": "diagonal"},
@@ -31,7 +33,7 @@ def plain(**changes) -> Recipe:
 def test_names_and_counts():
     cifar = CIFAR_NETWORKS * 2 + TABLE_3_NETWORKS * 4 + 2 * len(TABLE_4) + 2 + len(TABLE_5)
     smoothed = 1 + 2 * CIFAR_NETWORKS
-    assert len(RECIPES) == 2 + 2 * cifar + IMAGENET_NETWORKS * 2 + smoothed
+    assert len(RECIPES) == 2 + 2 * cifar + IMAGENET_NETWORKS * 2 + smoothed + 4 * 3 + 2
     for name, recipe in RECIPES.items():
         data, network, method = name.split("-")
         assert (data, network) == (recipe.data, recipe.network)
@@ -40,6 +42,8 @@ def test_names_and_counts():
         assert (method.partition("_")[0] in ("cutout", "autoaugment")) == (
             "cutout" in recipe.augment
         )
+        assert recipe.generator == (method if method in GANS else "none")
+        assert recipe.synthetic == (1 / 6 if method in GANS else 0)
         assert (method in OTHERS) == (method == recipe.method != "ce" and method != "isda")
         if method.removesuffix("_isda") in TABLE_5:
             ablation = {"covariance": "full", "ramp": "epoch", **TABLE_5[method[:-5]]}
@@ -55,7 +59,7 @@ def test_a_baseline_differs_in_the_loss_alone():
         assert changed.pop("method") == ("ce", "isda")
         assert changed.pop("lambda_0") == (0.0, RECIPES[name].lambda_0)
         assert changed.keys() <= {"covariance", "ramp"}, name
-    others = {name for name in RECIPES if name.rpartition("-")[2] in OTHERS}
+    others = {name for name in RECIPES if name.rpartition("-")[2] in (*OTHERS, *GANS)}
     assert {baseline_of(name) for name in isda} | set(isda) | others == set(RECIPES)
     with pytest.raises(InputError, match="resnet32-ce"):
         baseline_of("cifar10-resnet32-ce")
@@ -120,6 +124,10 @@ def test_ramps(ramp):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
+        ("synthetic", 0.1, "0 with generator none"),
+        ("synthetic", 1.0, ">= 0 and < 1"),
+        ("generator", "wgan", "> 0 with generator wgan"),
+        ("generator", "gan", "one of none, wgan"),
         ("epochs", 0, "epochs must be >= 1, got 0"),
         ("batch_size", 0, "batch_size must be >= 1"),
         ("learning_rate", 0.0, "learning_rate must be > 0"),
@@ -170,8 +178,9 @@ def test_names_of_users_recipes_are_folder_names():
 def test_published_numbers_belong_to_recipes():
     assert set(PUBLISHED) <= set(RECIPES)
     # 7 networks of Table 1, 8 of Table 2 on two data sets, 3 of Table 3 on two, in pairs
-    # then five methods of Table 4 in four columns and ResNet-110 with dropout, and Table 5
-    assert len(PUBLISHED) == 7 * 2 + 8 * 2 * 2 + 3 * 2 * 4 + 5 * 4 + 2 * 2 + 4 * 2
+    # then five methods and four GANs of Table 4 in four columns, but WGAN in two, and ResNet-110
+    # with dropout, and Table 5
+    assert len(PUBLISHED) == 7 * 2 + 8 * 2 * 2 + 3 * 2 * 4 + 5 * 4 + 4 * 4 - 2 + 2 * 2 + 4 * 2
     ours = {name for name in RECIPES if name.endswith("label_smoothing")}
     missing = {name.split("-")[1] for name in set(RECIPES) - set(PUBLISHED) - ours}
     assert missing == {"resnet8", "shake_shake26_2x32d", "shake_shake26_2x112d"}

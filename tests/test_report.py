@@ -576,8 +576,8 @@ def test_report_equals_the_raw_records(records):
     assert by_title["Focal Loss"][0][1:3] == ["6.68 ± 0.22", cells["focal"]]
     assert by_title["Basic"][0][1:3] == ["6.76 ± 0.34", cells["ce"]]
     assert by_title["ISDA"][0][1:3] == ["6.33 ± 0.19", cells["isda"]]
-    assert sum(row.count("·") for row in rows) == 114 - 5
-    assert "5 of the 114 cells" in text
+    assert sum(row.count("·") for row in rows) == 128 - 5
+    assert "5 of the 128 cells" in text
     assert (
         "Of 2 comparisons of ISDA with a baseline, 1 finds a significantly lower error, 1 has too "
         "few seeds for an interval. The one comparison of other methods with a baseline finds no "
@@ -599,10 +599,13 @@ def test_report_page(records, tmp_path):
     row = ["ResNet-110 + ISDA", "1.7M", "6.33 ± 0.19", naive_cell(records, "isda")]
     assert [*row, "27.57 ± 0.46", "·"] in page.rows
     assert [len(row) for row in page.rows if row[:1] == ["WGAN"]] == [9]
-    assert sum(row.count("·") for row in page.rows) == 114 - 5
+    assert sum(row.count("·") for row in page.rows) == 128 - 5
     assert "Not run yet: ce, isda." in text  # the Wide-ResNet's figure
     assert "isda table 2 --cell cifar100/wide_resnet28_10" in text
-    assert "Not run yet: large_margin, disturb_label, center, lq, dropout, dropout_isda." in text
+    assert (
+        "Not run yet: large_margin, disturb_label, center, lq, wgan, cgan, acgan, infogan, "
+        "dropout, dropout_isda."
+    ) in text
     assert page.tags.count("svg") == 2 * 3 + 1  # each comparison once, and one figure
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     references = [value for key, value in page.attributes if key in ("href", "src", "xlink:href")]
@@ -654,11 +657,11 @@ def test_changed_recipes_are_compared(tmp_path):
 
 def test_report_of_nothing(tmp_path):
     text = report_markdown([])
-    assert "0 of the 114 cells" in text
+    assert "0 of the 128 cells" in text
     write_report_page(tmp_path / "report.html", [])
     page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "svg" not in page.tags
-    assert sum(row.count("·") for row in page.rows) == 114
+    assert sum(row.count("·") for row in page.rows) == 128
 
 
 def test_report_command_on_the_kept_records(tmp_path, capsys):

@@ -14,21 +14,23 @@ from test_report import make_run, raw_errors
 import isda
 from isda.experiments import cli
 from isda.experiments.errors import InputError
+from isda.experiments.generators.gan_settings import get_gan
+from isda.experiments.generators.gan_training import train_gan
 from isda.experiments.losses import baselines
 from isda.experiments.networks import create_network
 from isda.experiments.published import PUBLISHED, Result
+from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, default_folder, load_runs, summary
 from isda.experiments.report.comparison import create_sides
 from isda.experiments.report.overview import report_markdown
 from isda.experiments.report.paper_tables import TABLES, Cell, cell_recipes
 from isda.experiments.report.tables import our_result, section, table_markdown
-from isda.experiments.settings import differing_fields
+from isda.experiments.settings import Options
 from isda.experiments.training import lane as lane_module
 
 GANS = ("wgan", "cgan", "acgan", "infogan")
-TRAINED = [(number, cell) for number, table in TABLES.items() for cell in table.cells
-           if cell.recipe]  # fmt: skip
+TRAINED = [(number, cell) for number, table in TABLES.items() for cell in table.cells]
 show_table, show_report = partial(cli.run, "table"), partial(cli.run, "report")
 CE, ISDA = "cifar100-resnet32-ce", "cifar100-resnet32-isda"
 
@@ -78,7 +80,7 @@ def test_every_cell_has_a_recipe_with_its_number(number, cell):
     if recipe.method == "isda":
         assert cell.baseline
     if cell.baseline:
-        own = {"method", "lambda_0", "noise_rate", "covariance", "ramp"}
+        own = {"method", "lambda_0", "noise_rate", "covariance", "ramp", "generator", "synthetic"}
         changed = differing_fields(RECIPES[cell.baseline], recipe).keys()
         assert changed == {"drop_rate"} if cell.recipe.endswith("dropout") else changed <= own
 
@@ -88,7 +90,7 @@ def test_rows_and_columns_are_what_their_titles_say():
     for number, table in TABLES.items():
         for row in table.rows:
             for title, entry in zip(table.columns, row, strict=True):
-                if not isinstance(entry, Cell) or not entry.recipe:
+                if not isinstance(entry, Cell):
                     continue
                 recipe = RECIPES[entry.recipe]
                 words = f"{row[0]} {title}"
@@ -111,17 +113,18 @@ def test_rows_and_columns_are_what_their_titles_say():
     assert [RECIPES[row[1].recipe].ramp for row in TABLES[5].rows][4:] == ["constant", "epoch"]
 
 
-def test_gan_cells_say_so():
-    gans = [cell for cell in TABLES[4].cells if cell.recipe is None]
+def test_gan_cells_are_recipes_that_mix_in_a_sixth():
+    gans = [cell for cell in TABLES[4].cells if RECIPES[cell.recipe].generator != "none"]
     assert len(gans) == 14
-    assert {cell.address.rpartition("/")[2] for cell in gans} == {*GANS}
-    assert all(cell.recipe for n in (1, 2, 3, 5) for cell in TABLES[n].cells)
+    for cell in gans:
+        recipe = RECIPES[cell.recipe]
+        gan = cell.address.rpartition("/")[2]
+        assert gan in GANS
+        assert (recipe.generator, recipe.synthetic) == (gan, 1 / 6)
+        assert cell_recipes(4, cell.address) == [cell.baseline, cell.recipe]
     text = table_markdown(TABLES[4], {})
     lines = [line for line in text.splitlines() if "GAN" in line]
-    assert [line.count(" GAN |") for line in lines] == [2, 4, 4, 4]
-    for cell in gans:
-        with pytest.raises(InputError, match="is a GAN, which has no recipe"):
-            cell_recipes(4, cell.address)
+    assert [line.count(" · |") for line in lines] == [2, 4, 4, 4]
 
 
 def test_what_cells_need():
@@ -138,7 +141,8 @@ def test_what_cells_need():
     assert cell_recipes(4, "cifar10/resnet110/dropout_isda") == [
         "cifar10-resnet110-dropout", "cifar10-resnet110-dropout_isda"
     ]  # fmt: skip
-    assert len(cell_recipes(4, "cifar100/resnet110")) == 9  # all but the GANs
+    assert len(cell_recipes(4, "cifar100/resnet110")) == 12
+    assert len(cell_recipes(4, "cifar10/resnet110")) == 13  # with WGAN
     assert cell_recipes(5, "cifar10/wide_resnet28_10/constant_isda") == [
         "cifar10-wide_resnet28_10-ce", "cifar10-wide_resnet28_10-constant_isda"
     ]  # fmt: skip
@@ -215,7 +219,6 @@ def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
         (["2", "--epochs", "3"], "training needs a cell"),
         (["2", "--dry-run"], "training needs a cell"),
         (["2", "--results", "nowhere"], "does not exist"),
-        (["4", "--cell", "cifar10/resnet110/wgan"], "is a GAN, which has no recipe"),
     ],
 )
 def test_input_errors(planned, arguments, message):
@@ -300,7 +303,9 @@ def tiny_data(tmp_path_factory):
     """CIFAR with 12 images and ImageNet with four, in the format of the real files."""
     root = tmp_path_factory.mktemp("data")
     for num_classes in (10, 100):
-        np.savez(root / f"cifar{num_classes}.npz", **cifar_arrays(num_classes))
+        labels = np.arange(12) % num_classes  # every class of CIFAR-10
+        arrays = {**cifar_arrays(num_classes), "train_labels": labels}
+        np.savez(root / f"cifar{num_classes}.npz", **arrays)
     random = np.random.default_rng(0)
     for folder in ("train/ant", "train/bee", "val/ant", "val/bee"):
         (root / folder).mkdir(parents=True)
@@ -345,13 +350,19 @@ def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(lane_module, "create_network", small_network)
     monkeypatch.setattr(lane_module, "create_criterion", known_criterion)
     table = TABLES[number]
-    paper = {cell.recipe: str(cell.paper) for cell in table.cells if cell.recipe}
+    paper = {cell.recipe: str(cell.paper) for cell in table.cells}
+    for data, gan in {(RECIPES[name].data, RECIPES[name].generator) for name in paper}:
+        if gan != "none":
+            settings = replace(get_gan(gan), data=data, epochs=1, width=2, batch_size=4)
+            train_gan(settings, 0, Options(out=tmp_path / "gans", device="cpu",
+                                           data_root=tiny_data))  # fmt: skip
     visited = set()
     for address in dict.fromkeys(cell.address.rpartition("/")[0] for cell in table.cells):
         built.clear()
         show_table([str(number), "--cell", address, "--seeds", "0", "--epochs", "2",
                      "--batch-size", "6", "--workers", "0", "--device", "cpu",
-                     "--data-root", str(tiny_data), "--out", str(tmp_path)])  # fmt: skip
+                     "--data-root", str(tiny_data), "--out", str(tmp_path),
+                     "--generators", str(tmp_path / "gans")])  # fmt: skip
         lines = capsys.readouterr().out.splitlines()
         printed = [[cell.strip() for cell in line.strip("|").split("|")]
                    for line in lines if line.startswith("| ")][2:]  # fmt: skip

@@ -15,8 +15,9 @@ import tyro
 
 from isda.experiments.errors import InputError
 from isda.experiments.published import COST
+from isda.experiments.recipe_checks import require_seeds
 from isda.experiments.recipes import DEFAULT, OWN_IMAGES, fine_tuning, get_recipe
-from isda.experiments.settings import METHODS, Options, Recipe, require_seeds
+from isda.experiments.settings import METHODS, Options, Recipe
 
 __all__ = [
     "CalibrateArguments",
@@ -180,6 +181,9 @@ class ReportArguments:
 
     costs: tuple[Path, ...] = ()
     """CSV files written by isda cost, to show below Table 1."""
+
+    pictures: tuple[Path, ...] = ()
+    """Folders that isda invert, neighbours or gan measure has written to, to show at the end."""
 
 
 @dataclass(frozen=True)

@@ -69,9 +69,9 @@ def measure(run: RunFolder, options: Options, device: torch.device) -> Calibrati
         raise InputError(
             f"{run.folder} has no held-out images to fit a temperature on: train with --hold-out"
         )
-    lane = Lane(
-        recipe, run.seed, own_images(ImageStore().get(recipe, options, device), plan), device
-    )
+    store = ImageStore()
+    own = own_images(store.get(recipe, options, device), plan)
+    lane = Lane(recipe, run.seed, own, device)
     if run.load(lane.load_state_dict) is None or lane.epoch != recipe.epochs:
         raise InputError(f"{run.folder} has no checkpoint of its last epoch to calibrate")
     held_out, held_out_target = lane.predict(lane.images)

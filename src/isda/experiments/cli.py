@@ -15,8 +15,9 @@ from functools import partial
 
 from isda._version import __version__
 from isda.experiments.errors import InputError, StoppedElsewhere, TimeUp, unknown
+from isda.experiments.recipe_checks import require_seeds
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
-from isda.experiments.settings import Options, Recipe, require_seeds
+from isda.experiments.settings import Options, Recipe
 from isda_command import COMMANDS, USAGE
 
 __all__ = ["TIME_UP", "main", "run"]
@@ -214,6 +215,7 @@ def _report(words: list[str]) -> None:
     from isda.experiments.report.comparison import distinct
     from isda.experiments.report.costs import cost_rows
     from isda.experiments.report.overview import report_markdown
+    from isda.experiments.report.pictures_of_features import read_pictures
     from isda.experiments.report.tables import update_markdown
 
     given = parse(ReportArguments, "report", words, description=COMMANDS["report"])
@@ -235,7 +237,8 @@ def _report(words: list[str]) -> None:
                 raise InputError(f"{twin.folder} and {one.folder} have the same name and seed")
         for one in finished:
             print(export(one, given.export))
-    print(report_markdown(runs, costs))
+    pictures = read_pictures(given.pictures)
+    print("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
     for path in given.update:
         print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")
     if given.figures is not None:
@@ -245,7 +248,7 @@ def _report(words: list[str]) -> None:
     if given.page is not None:
         from isda.experiments.report.pages import write_report_page  # imports matplotlib
 
-        write_report_page(given.page, runs, costs)
+        write_report_page(given.page, runs, costs, pictures)
         print(given.page)
 
 
@@ -272,6 +275,27 @@ def _cost(words: list[str]) -> None:
     show_costs(given)
 
 
+def _gan(words: list[str]) -> None:
+    """Train a GAN of Table 4, or measure one."""
+    from isda.experiments.generators.commands import gan
+
+    gan(words)
+
+
+def _invert(words: list[str]) -> None:
+    """Show augmented features as pictures of a generator (Appendix C)."""
+    from isda.experiments.generators.commands import invert
+
+    invert(words)
+
+
+def _neighbours(words: list[str]) -> None:
+    """Show the training images nearest to augmented features."""
+    from isda.experiments.generators.commands import neighbours
+
+    neighbours(words)
+
+
 def _list(words: list[str]) -> None:
     """Show all recipes with the paper's test error and ours."""
     from isda.experiments.arguments import ListArguments, parse
@@ -291,6 +315,9 @@ _FUNCTIONS: dict[str, Callable[[list[str]], None]] = {
     "report": _report,
     "weights": _weights,
     "cost": _cost,
+    "gan": _gan,
+    "invert": _invert,
+    "neighbours": _neighbours,
     "list": _list,
 }
 

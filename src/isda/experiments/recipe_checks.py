@@ -1,14 +1,16 @@
-"""Checks of the fields of a recipe."""
+"""Checks of recipes and seeds, and how two recipes differ."""
 
+import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from isda.experiments.errors import InputError
 
 if TYPE_CHECKING:
     from isda.experiments.settings import Recipe  # which imports this module
 
-__all__ = ["require", "require_fine_tuning"]
+__all__ = ["differing_fields", "require", "require_fine_tuning", "require_seeds"]
 
 
 def require(holds: bool, field: str, value: object, expectation: str) -> None:
@@ -52,3 +54,19 @@ def require_fine_tuning(recipe: "Recipe") -> None:
     require(len(mean) == len(std), "std", std, f"of the length of mean, {len(mean)}")
     require(all(map(math.isfinite, mean)), "mean", mean, "finite")
     require(all(0 < value < math.inf for value in std), "std", std, "> 0")
+
+
+def differing_fields(one: "Recipe", other: "Recipe") -> dict[str, tuple[Any, Any]]:
+    """Fields in which two recipes differ, with both values."""
+    pairs = {
+        field.name: (getattr(one, field.name), getattr(other, field.name))
+        for field in dataclasses.fields(one)
+    }
+    return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def require_seeds(argument: str, seeds: Sequence[int]) -> None:
+    """Raise InputError unless there are seeds, all different, that fit into 32 bits."""
+    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
+        listed = " ".join(map(str, seeds)) or "none"
+        raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")

@@ -11,7 +11,8 @@ from pathlib import PurePath
 from typing import Any
 
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.settings import Method, Recipe, differing_fields
+from isda.experiments.recipe_checks import differing_fields
+from isda.experiments.settings import GanName, Method, Recipe
 
 __all__ = [
     "COMPANIONS",
@@ -45,7 +46,9 @@ def name_of(recipe: Recipe) -> str:
     """
     kind, _, path = recipe.data.partition(":")
     data = PurePath(path).name or kind
-    extra = [name for name in ("autoaugment", "cutout") if name in recipe.augment][:1]
+    extra: list[str] = []
+    extra += [name for name in ("autoaugment", "cutout") if name in recipe.augment][:1]
+    extra += [recipe.generator] * (recipe.generator != "none")
     method = "_".join(extra + [recipe.method] * (recipe.method == "isda" or not extra))
     network = recipe.network + "_pretrained" * recipe.pretrained + "_frozen" * recipe.freeze
     parts = (re.sub(r"[^A-Za-z0-9_.]+", "_", part) for part in (data, network, method))
@@ -137,6 +140,7 @@ _CIFAR: dict[str, dict[str, Any]] = {
 }
 _TABLE_4 = ("resnet110", "wide_resnet28_10")
 _TABLE_4_METHODS: tuple[Method, ...] = ("large_margin", "disturb_label", "focal", "center", "lq")
+_TABLE_4_GANS: tuple[GanName, ...] = ("wgan", "cgan", "acgan", "infogan")
 _TABLE_3 = ("wide_resnet28_10", "shake_shake26_2x32d", "shake_shake26_2x112d")
 
 _IMAGENET: dict[str, Any] = {
@@ -212,6 +216,10 @@ def _named() -> Iterator[tuple[str, Recipe]]:
                 noise_rate = noise if method == "disturb_label" else 0.0
                 changed = replace(recipe.baseline(), method=method, noise_rate=noise_rate)
                 yield f"{training}-{method}", changed
+            for gan in _TABLE_4_GANS:
+                if gan != "wgan" or recipe.data == "cifar10":  # as in the paper
+                    mixed = replace(recipe.baseline(), generator=gan, synthetic=1 / 6)
+                    yield f"{training}-{gan}", mixed
         if recipe.network == "resnet110":
             yield f"{training}-dropout", replace(recipe.baseline(), drop_rate=0.3)
             yield f"{training}-dropout_isda", replace(recipe, drop_rate=0.3)
@@ -221,8 +229,8 @@ def _named() -> Iterator[tuple[str, Recipe]]:
 
 
 RECIPES: dict[str, Recipe] = dict(_named())
-"""All recipes of Tables 1 to 5 by name, without the GANs; two on scikit-learn's digits, and label
-smoothing on digits and CIFAR, which the paper does not have."""
+"""All recipes of Tables 1 to 5 by name; two on scikit-learn's digits, and label smoothing on digits
+and CIFAR, which the paper does not have."""
 
 DEFAULT = "digits-resnet8-isda"
 """Default recipe, which needs no download and no GPU."""

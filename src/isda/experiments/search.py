@@ -20,12 +20,13 @@ import torch
 from isda import distributed
 from isda.experiments.errors import InputError, RunsFailed, StoppedElsewhere
 from isda.experiments.files import write_text
+from isda.experiments.recipe_checks import require_seeds
 from isda.experiments.recipes import RECIPES, baseline_of, run_name
 from isda.experiments.records import Run
 from isda.experiments.report.comparison import Side, create_side
 from isda.experiments.report.intervals import RESOLUTION
 from isda.experiments.report.text import text_table
-from isda.experiments.settings import Options, Recipe, require_seeds
+from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.groups import Plan, load_images
 from isda.experiments.training.images import kept_images

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -12,7 +12,7 @@ from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipe_checks import require as _require
 from isda.experiments.recipe_checks import require_fine_tuning
 
-__all__ = ["AUGMENTATIONS", "METHODS", "Options", "Recipe", "differing_fields", "require_seeds"]
+__all__ = ["AUGMENTATIONS", "METHODS", "Options", "Recipe"]
 
 AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")
 """Image augmentations by name, in the order in which they are applied."""
@@ -20,6 +20,8 @@ AUGMENTATIONS = ("crop", "flip", "autoaugment", "cutout")
 Method = Literal[
     "ce", "isda", "large_margin", "disturb_label", "focal", "center", "lq", "label_smoothing"
 ]  # fmt: skip
+
+GanName = Literal["wgan", "cgan", "acgan", "infogan"]
 
 METHODS: tuple[str, ...] = get_args(Method)
 """Losses by name: cross entropy, ISDA, the baselines of Table 4, and label smoothing."""
@@ -53,6 +55,12 @@ class Recipe:
     augment: tuple[str, ...] = ()
     """Augmentations: crop, flip, autoaugment, cutout, always applied in this order. Image files
     are always cropped and flipped, and take no others."""
+
+    generator: Literal["none", GanName] = "none"
+    """GAN, trained by isda gan, whose images are mixed into every batch."""
+
+    synthetic: float = 0.0
+    """Share of these synthetic images in every batch; the paper's is 1/6."""
 
     epochs: int
     """Number of epochs."""
@@ -167,7 +175,7 @@ class Recipe:
                       "warmup"):  # fmt: skip
             value = getattr(self, field)
             _require(0 <= value < math.inf, field, value, ">= 0")
-        for field in ("momentum", "noise_rate", "drop_rate", "ema"):
+        for field in ("momentum", "noise_rate", "drop_rate", "ema", "synthetic"):
             value = getattr(self, field)
             _require(0 <= value < 1, field, value, ">= 0 and < 1")
         for field in ("gamma", "decay", "test_crop"):
@@ -204,6 +212,13 @@ class Recipe:
             "noise_rate",
             self.noise_rate,
             "> 0 with method disturb_label and 0 with any other",
+        )
+
+        _require(
+            (self.generator == "none") == (self.synthetic == 0),
+            "synthetic",
+            self.synthetic,
+            f"{'0' if self.generator == 'none' else '> 0'} with generator {self.generator}",
         )
 
     def learning_rate_at(self, epoch: int) -> float:
@@ -308,6 +323,9 @@ class Options:
     download: bool = False
     """Download CIFAR, or pretrained weights, if they are missing."""
 
+    generators: Path = Path("generators")
+    """Folder of trained GANs, for recipes with a generator: GENERATORS/<data>-<gan>/0/."""
+
     skip_unreadable: bool = False
     """Skip image files that cannot be decoded."""
 
@@ -368,22 +386,6 @@ class Options:
         _require(limit is None or 0 < limit < math.inf, "minutes", limit, "> 0")
         _require(self.cache in _CACHES, "cache", self.cache, f"one of {', '.join(_CACHES)}")
         _require(self.workers is None or self.workers >= 0, "workers", self.workers, ">= 0")
-
-
-def differing_fields(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two recipes differ, with both values."""
-    pairs = {
-        field.name: (getattr(one, field.name), getattr(other, field.name))
-        for field in dataclasses.fields(Recipe)
-    }
-    return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def require_seeds(argument: str, seeds: Sequence[int]) -> None:
-    """Raise InputError unless there are seeds, all different, that fit into 32 bits."""
-    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
-        listed = " ".join(map(str, seeds)) or "none"
-        raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")
 
 
 _CACHES = get_args(get_type_hints(Options)["cache"])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["bits", "fold", "integers", "key", "permutation", "uniform"]
+__all__ = ["bits", "fold", "integers", "key", "normal", "permutation", "uniform"]
 
 _MASK = 0xFFFFFFFF
 
@@ -47,6 +47,12 @@ def uniform(shape: tuple[int, ...], key: Tensor, *, start: int = 0) -> Tensor:
 def integers(shape: tuple[int, ...], key: Tensor, *, high: int, start: int = 0) -> Tensor:
     """Uniform integers in [0, high) as int64."""
     return (bits(shape, key, start=start) * high) >> 32
+
+
+def normal(shape: tuple[int, ...], key: Tensor) -> Tensor:
+    """Standard normal float32 numbers, by the Box-Muller transform."""
+    radius = (-2 * (1 - uniform(shape, fold(key, 0))).log()).sqrt()  # the logarithm of (0, 1]
+    return radius * (2 * math.pi * uniform(shape, fold(key, 1))).cos()
 
 
 def permutation(length: int, key: Tensor) -> Tensor:

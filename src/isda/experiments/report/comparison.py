@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isda.experiments.errors import InputError
+from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import COMPANIONS, RECIPES
 from isda.experiments.records import Run, Summary, result_epochs, summary
 from isda.experiments.report.intervals import (
@@ -22,7 +23,7 @@ from isda.experiments.report.intervals import (
     signed,
 )
 from isda.experiments.report.text import text_table
-from isda.experiments.settings import Recipe, differing_fields
+from isda.experiments.settings import Recipe
 
 __all__ = [
     "Comparison",

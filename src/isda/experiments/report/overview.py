@@ -83,7 +83,7 @@ class Overview:
     @property
     def words(self) -> list[str]:
         """Sentences on how much was run, and with what outcome."""
-        cells = [cell for table in TABLES.values() for cell in table.cells if cell.recipe]
+        cells = [cell for table in TABLES.values() for cell in table.cells]
         run = sum(cell.recipe in self.sides for cell in cells)
         words = [
             f"{run} of the {len(cells)} cells of Tables 1 to 5 that have a recipe have been run."

@@ -38,6 +38,7 @@ from isda.experiments.settings import Recipe
 
 if TYPE_CHECKING:
     from isda.experiments.search import Choice  # which imports the training code
+from isda.experiments.report.pictures_of_features import FeaturePictures
 
 __all__ = ["write_comparison_page", "write_report_page"]
 
@@ -133,7 +134,10 @@ def _image_parts(
 
 
 def write_report_page(
-    path: Path | str, runs: Iterable[Run], costs: Sequence[list[str]] = ()
+    path: Path | str,
+    runs: Iterable[Run],
+    costs: Sequence[list[str]] = (),
+    pictures: Sequence[FeaturePictures] = (),
 ) -> None:
     """Write tables, comparisons and curves as one HTML page without scripts or external files.
 
@@ -141,6 +145,7 @@ def write_report_page(
         path: HTML file.
         runs: run records.
         costs: rows of :func:`isda.experiments.report.costs.cost_rows`, shown below Table 1.
+        pictures: records of generators and augmented features, shown at the end.
     """
     found = overview(runs)
     sections: list[dict[str, Any]] = []
@@ -161,6 +166,7 @@ def write_report_page(
         costs_title=COSTS_TITLE,
         sentences=found.sentences,
         figures=[_figure(*figure, found.sides) for figure in _FIGURES],
+        pictures=pictures,
         curves=curves,
         lines=_lines,
         names=NAMES,

@@ -1,7 +1,6 @@
 """Tables 1 to 5 as the paper prints them, with the recipe of every number.
 
-The address of a cell is ``DATA/NETWORK/METHOD``, the parts of its recipe's name. The GANs in Table
-4 have no recipe.
+The address of a cell is ``DATA/NETWORK/METHOD``, the parts of its recipe's name.
 """
 
 from dataclasses import dataclass
@@ -40,8 +39,8 @@ class Cell:
     paper: Result
     """The number as printed."""
 
-    recipe: str | None
-    """Its recipe; None for a GAN."""
+    recipe: str
+    """Its recipe."""
 
     baseline: str | None
     """Recipe of its baseline; None if it is a baseline itself."""
@@ -50,11 +49,6 @@ class Cell:
     def printed(self) -> str:
         """The paper's number, with the top-5 error if there is one."""
         return str(self.paper) + (f" / {self.paper.top5}" if self.paper.top5 is not None else "")
-
-    @property
-    def missing(self) -> str:
-        """Mark in place of our number if there is none."""
-        return EMPTY if self.recipe else "GAN"
 
 
 Row = tuple["str | Cell", ...]
@@ -90,13 +84,12 @@ class Table:
         entries = [entry for row in self.rows for entry in row]
         marks = [f"{EMPTY}: not run yet."]
         marks += [f"{DASH}: not in the paper."] * (DASH in entries)
-        marks += ["GAN: no recipe."] * any(cell.recipe is None for cell in self.cells)
         return " ".join([*marks, self.note]).rstrip()
 
     @property
     def published(self) -> dict[str, Result]:
         """The paper's numbers by recipe; those of this table take precedence."""
-        return PUBLISHED | {cell.recipe: cell.paper for cell in self.cells if cell.recipe}
+        return PUBLISHED | {cell.recipe: cell.paper for cell in self.cells}
 
     @property
     def cells(self) -> list[Cell]:
@@ -118,8 +111,6 @@ def cell_recipes(table: int, cell: str) -> list[str]:
     recipes = [
         name for found in find_cells(table, cell) for name in (found.baseline, found.recipe) if name
     ]
-    if not recipes:
-        raise InputError(f"cell {cell} is a GAN, which has no recipe")
     names = list(RECIPES)
     return sorted(set(recipes), key=names.index)
 
@@ -132,7 +123,7 @@ def get_table(number: int) -> Table:
 
 
 def find_cells(table: int, address: str) -> list[Cell]:
-    """Cells at ``DATA/NETWORK/METHOD``, or all at ``DATA/NETWORK``, including GANs."""
+    """Cells at ``DATA/NETWORK/METHOD``, or all at ``DATA/NETWORK``."""
     cells = get_table(table).cells
     address = address.strip("/")
     found = [cell for cell in cells if address in (cell.address, cell.address.rpartition("/")[0])]
@@ -180,8 +171,7 @@ def _cell(recipe: str, paper: Result | None = None, baseline: str | None = None)
 def _gan(training: str, method: str) -> Cell | str:
     if training not in METHODS[method]:
         return DASH
-    address = "/".join([*training.split("-"), method])
-    return Cell(address, METHODS[method][training], None, None)
+    return _cell(f"{training}-{method}", baseline=f"{training}-ce")
 
 
 def _table_1() -> Table:

@@ -22,7 +22,7 @@ from isda.experiments.report.comparison import (
 )
 from isda.experiments.report.evidence import BLOCKS, comparisons, cost_block
 from isda.experiments.report.intervals import estimate, signed
-from isda.experiments.report.paper_tables import DASH, Cell, Table, find_cells
+from isda.experiments.report.paper_tables import DASH, EMPTY, Cell, Table, find_cells
 from isda.experiments.report.text import markdown_rows, text_table
 
 __all__ = [
@@ -68,9 +68,9 @@ def section(table: Table, sides: Mapping[str, Side]) -> str:
 
 def our_result(cell: Cell, sides: Mapping[str, Side]) -> str:
     """Our number for a cell with the number of seeds, or a mark if there is none."""
-    side = sides.get(cell.recipe or "")
+    side = sides.get(cell.recipe)
     if side is None:
-        return cell.missing
+        return EMPTY
     top5 = list(side.values(lambda result: result.top5_error).values())
     second = f" / {estimate(top5).format()}" if cell.paper.top5 is not None and top5 else ""
     return f"{side.error.format()}{second} ({len(side.errors)})"
@@ -81,7 +81,7 @@ def pairs(table: Table, sides: Mapping[str, Side]) -> list[Comparison]:
     return [
         compare(sides[cell.baseline], sides[cell.recipe])
         for cell in table.cells
-        if cell.baseline and cell.recipe and {cell.baseline, cell.recipe} <= sides.keys()
+        if cell.baseline and {cell.baseline, cell.recipe} <= sides.keys()
     ]
 
 
@@ -136,7 +136,7 @@ def cell_results(table: Table, address: str, names: Mapping[str, str], runs: Seq
         side = create_side(runs, own)
         rows.append([own, str(table.published[name]), f"{side.error.format()} ({len(side.runs)})"])
     for cell in find_cells(table.number, address):
-        if cell.recipe and cell.baseline:
+        if cell.baseline:
             result = comparison(runs, names[cell.baseline], names[cell.recipe])
             comparisons.append(f"{result.method.name}\n{comparison_table(result)}")
     return "\n\n".join([markdown_rows(["recipe", "paper, %", "ours, % (seeds)"], rows),

@@ -18,6 +18,7 @@ from isda.experiments.data.arrays import ImageArrays, rank_slice, steps_per_epoc
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
+from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, bind_key, create_network, find_weights
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
@@ -46,6 +47,7 @@ class Lane:
         device: device of the run.
         rank: rank of this process among those that train the run together.
         world: number of these processes.
+        generator: source of synthetic images, if the recipe has any.
     """
 
     def __init__(
@@ -57,12 +59,21 @@ class Lane:
         *,
         rank: int = 0,
         world: int = 1,
+        generator: TrainedGenerator | None = None,
     ) -> None:
         self.recipe, self.seed, self.data, self.device = recipe, seed, data, device
         self.rank, self.world = rank, world
+        self.generator_digest = 0 if generator is None else generator.digest
         self.epoch = 0  # epochs done
         self.images = RunImages(
-            recipe, seed, data, device, rank=rank, world=world, compiled=self._compiled
+            recipe,
+            seed,
+            data,
+            device,
+            rank=rank,
+            world=world,
+            compiled=self._compiled,
+            generator=generator,
         )
         self.network = self._create_network()
         self.criterion = self._create_criterion()
@@ -195,6 +206,7 @@ class Lane:
             "network": self.network.state_dict(),
             "criterion": self.criterion.state_dict(),
             "momentum": optimizer_state(self.optimizer),
+            "generator": self.generator_digest,
         }
         return state if self.average is None else state | {"average": self.average.state_dict()}
 
@@ -202,12 +214,17 @@ class Lane:
         """Restore a checkpoint in place.
 
         Raises:
-            InputError: the data set has changed since the checkpoint.
+            InputError: the data set or the generator has changed since the checkpoint.
         """
         if state["data"] != self._data_size():
             raise InputError(
                 f"{self.recipe.data} has {self._data_size()} training images, test images and "
                 f"classes, but the checkpoint was made with {state['data']}"
+            )
+        if state.get("generator", 0) != self.generator_digest:
+            raise InputError(
+                f"the {self.recipe.generator} is not the one that the checkpoint was made with: "
+                "give the folder of that one with --generators"
             )
         self.epoch = state["epoch"]
         self.steps.copy_(state["steps"])

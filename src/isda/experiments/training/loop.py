@@ -20,8 +20,10 @@ import torch
 from tqdm import tqdm
 
 from isda import ISDALoss, distributed
+from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError, RunError, TimeUp
+from isda.experiments.generators.synthetic_images import generator_of, require_generators
 from isda.experiments.predictions import save_predictions
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
@@ -116,6 +118,7 @@ class _Training:
             self.runs |= finished_runs(self.plans, self.options)
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
         require_weights([self.plans[number] for number in waiting], self.options)
+        require_generators((self.plans[number].recipe for number in waiting), self.options)
         self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
         self._images = locks.enter_context(kept_images())
         for group in groups(self.plans, waiting, self.options, self.device, self._images):
@@ -155,11 +158,15 @@ class _Training:
                 self.failures.add(number, f"{folder}: {reason}")
         return True
 
+    def _lane(self, plan: Plan, images: ImageArrays | DecodedImages) -> Lane:
+        generator = generator_of(plan.recipe, images, self.options, self.device)
+        options: Any = {"device": self.device, "rank": self.rank, "world": self.world}
+        return Lane(plan.recipe, plan.seed, images, generator=generator, **options)
+
     def _train_group(self, group: list[int]) -> None:
         plans = [self.plans[number] for number in group]
         data = self._images.get(plans[0].recipe, self.options, self.device)
-        options: Any = {"device": self.device, "rank": self.rank, "world": self.world}
-        lanes = [Lane(p.recipe, p.seed, own_images(data, p), **options) for p in plans]
+        lanes = [self._lane(plan, own_images(data, plan)) for plan in plans]
         if self._begin is not None:
             with together():
                 if self.rank == 0:
@@ -296,6 +303,7 @@ def _metrics(
         "images_per_second": lane.num_images / seconds,
         "side_by_side": side_by_side,
         "statistics_mib": sum(b.nbytes for b in lane.criterion.buffers()) / 2**20,
+        **({"generator_digest": lane.generator_digest} if lane.generator_digest else {}),
         **memory,
     }
 

@@ -25,11 +25,12 @@ from isda.experiments.errors import InputError, RunError
 from isda.experiments.files import sync_folder, write_bytes, write_text, writing
 from isda.experiments.metrics_lines import require_metrics, sealed
 from isda.experiments.networks import LoadedWeights
+from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.records import Run, read_recipe, require_name, summary
-from isda.experiments.settings import Recipe, differing_fields
+from isda.experiments.settings import Recipe
 from isda.experiments.training.environment import environment
 
-__all__ = ["RunFolder", "locked", "require_free"]
+__all__ = ["RunFolder", "locked", "read_checkpoint", "require_free"]
 
 
 class RunFolder(Run):
@@ -182,7 +183,7 @@ class RunFolder(Run):
             if not path.exists():
                 continue
             try:
-                state = _read_checkpoint(path)
+                state = read_checkpoint(path)
                 self._require_own(path, state)
                 if use is not None:
                     use(state)
@@ -296,6 +297,18 @@ def require_free(folders: Iterable[Path]) -> None:
                 )
 
 
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Load a checkpoint on the CPU after comparing the checksums in the file."""
+    with zipfile.ZipFile(path) as archive:
+        bad = archive.testzip()
+    if bad is not None:
+        raise ValueError(f"wrong checksum of {bad}")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}")
+    return state
+
+
 _NAMES = (
     "config.json",
     "metrics.jsonl",
@@ -307,14 +320,3 @@ _NAMES = (
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    with zipfile.ZipFile(path) as archive:
-        bad = archive.testzip()
-    if bad is not None:
-        raise ValueError(f"wrong checksum of {bad}")
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(state, dict):
-        raise ValueError(f"it holds a {type(state).__name__}")
-    return state

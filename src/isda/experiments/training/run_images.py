@@ -27,6 +27,8 @@ from isda.experiments.data.resized_crop import (
     taps_for,
 )
 from isda.experiments.errors import InputError
+from isda.experiments.generators.synthetic_images import SyntheticImages
+from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Recipe
 
 __all__ = ["RunImages", "compile_once"]
@@ -46,6 +48,7 @@ class RunImages:
         rank: rank of this process among those that train the run together.
         world: number of these processes.
         compiled: compile the preparation of a batch.
+        generator: source of synthetic images, if the recipe has any.
     """
 
     def __init__(
@@ -58,10 +61,16 @@ class RunImages:
         rank: int,
         world: int,
         compiled: bool,
+        generator: TrainedGenerator | None = None,
     ) -> None:
         self.recipe, self.data, self.device = recipe, data, device
         self.rank, self.world = rank, world
-        self.number = len(data.train_target)
+        self._target, self._synthetic = data.train_target, None
+        if generator is not None:
+            assert isinstance(data, ImageArrays)
+            self._synthetic = SyntheticImages(generator, data, recipe.synthetic)
+            self._target = self._synthetic.target
+        self.number = len(self._target)
         self.order_key = counter_rng.key(seed, _ORDER, device=device)
         self.augment_key = counter_rng.key(seed, _AUGMENT, device=device)
         self.network_key = counter_rng.key(seed, _NETWORK, device=device)
@@ -78,7 +87,8 @@ class RunImages:
         if isinstance(data, FeatureArrays):
             self._normalize = partial(torch.Tensor.contiguous)
         self._feed: BatchFeed | None = None
-        images = data.train_images
+        images = data.train_images if self._synthetic is None else self._synthetic.images
+        self._source = images
         if isinstance(images, Tensor) or (
             isinstance(images, PackedImages) and images.pixels.device.type == device.type
         ):
@@ -102,7 +112,10 @@ class RunImages:
     def begin_epoch(self, epoch: int) -> None:
         """Draw the order, and run the augmentation that is done once per epoch."""
         key = counter_rng.fold(self.order_key, epoch)
-        self._order.copy_(epoch_order(self.number, key))
+        if self._synthetic is None:
+            self._order.copy_(epoch_order(self.number, key))
+        else:
+            self._order.copy_(self._synthetic.begin_epoch(key))
         if self._feed is not None:
             self._feed.begin(self._parts(self._order.tolist()))
         if not isinstance(self.data, ImageArrays):
@@ -110,8 +123,9 @@ class RunImages:
         assert isinstance(self._augment, Augmentation)
         assert isinstance(self._images, Tensor)
         if self._augment.epoch is not None:
-            images = self._augment.epoch(self.data.train_images, counter_rng.fold(key, _AUGMENT))
-            if self._images is self.data.train_images:
+            assert isinstance(self._source, Tensor)
+            images = self._augment.epoch(self._source, counter_rng.fold(key, _AUGMENT))
+            if self._images is self._source:
                 self._images = images  # from now on an own copy, at a fixed address
             else:
                 self._images.copy_(images)
@@ -128,7 +142,7 @@ class RunImages:
         """
         source: tuple[Tensor | PackedImages, Tensor, Tensor, Tensor]
         if self._feed is None:
-            source = (self._images, self.data.train_target, self._order, position)
+            source = (self._images, self._target, self._order, position)
         else:
             source = (self._feed.images, self._feed.target, self._places, self._first)
         return self._prepare(

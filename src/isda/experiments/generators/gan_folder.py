@@ -1,0 +1,106 @@
+"""Folder of a GAN: ``OUT/<data>-<gan>/<seed>/`` with gan.json, checkpoint.pt and samples/.
+
+The checkpoint holds everything, the losses of all epochs included, and is replaced as a whole: a
+GAN that was killed continues from it exactly. The file names differ from those of a run, so that a
+report never takes a GAN for a run.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from isda.experiments.errors import InputError
+from isda.experiments.files import sync_folder, write_text, writing
+from isda.experiments.generators.gan_settings import GanSettings
+from isda.experiments.training.environment import environment
+from isda.experiments.training.run_folder import read_checkpoint
+
+__all__ = ["GanFolder", "weights_digest"]
+
+
+class GanFolder:
+    """The files of a GAN.
+
+    Args:
+        folder: folder that holds gan.json.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        path = self.folder / "gan.json"
+        if not path.is_file():
+            raise InputError(f"{self.folder} holds no GAN: {path.name} is missing")
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+            self.settings = GanSettings.from_dict(config["settings"])
+            self.seed = int(config["seed"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path} is damaged: {error}") from error
+
+    @classmethod
+    def create(
+        cls, folder: Path, settings: GanSettings, seed: int, device: torch.device, *, resume: bool
+    ) -> "GanFolder":
+        """Create the folder of a GAN, or open the existing one with ``resume``."""
+        if not (folder / "gan.json").exists():
+            if (folder / "checkpoint.pt").exists():
+                raise InputError(
+                    f"{folder} has checkpoint.pt but no gan.json: restore gan.json or use a "
+                    "different --out"
+                )
+            with writing(folder, keep=()):
+                folder.mkdir(parents=True, exist_ok=True)
+            config = {"settings": settings.as_dict(), "seed": seed}
+            text = json.dumps({**config, "environment": environment(device)}, indent=2)
+            write_text(folder / "gan.json", text + "\n")
+            return cls(folder)
+        if not resume:
+            raise InputError(f"{folder} already holds a GAN: use --resume or a different --out")
+        found = cls(folder)
+        before, now = found.settings.as_dict(), settings.as_dict()
+        changed = [f"{key} {before[key]!r} → {now[key]!r}" for key in now
+                   if before[key] != now[key]]  # fmt: skip
+        if changed:
+            raise InputError(f"{folder} was started with other settings ({', '.join(changed)})")
+        return found
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write the checkpoint under a temporary name and rename it."""
+        state = {**state, "settings": self.settings.as_dict(), "seed": self.seed}
+        path, new = self.folder / "checkpoint.pt", self.folder / "checkpoint.new.pt"
+        with writing(path, temporary=new):
+            with open(new, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+            sync_folder(self.folder)
+
+    def load(self) -> dict[str, Any] | None:
+        """The checkpoint on the CPU; None if there is none."""
+        path = self.folder / "checkpoint.pt"
+        if not path.exists():
+            return None
+        try:
+            state = read_checkpoint(path)
+            own = state["settings"] == self.settings.as_dict() and state["seed"] == self.seed
+        except Exception as error:  # a damaged file can fail in any way
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise InputError(f"{path} is damaged ({reason}): train the GAN again") from error
+        if not own:
+            raise InputError(f"{path} is the checkpoint of another GAN: restore that of this one")
+        return state
+
+
+def weights_digest(states: list[dict[str, torch.Tensor]]) -> int:
+    """A number of 48 bits that changes with any weight."""
+    digest = hashlib.sha256()
+    for state in states:
+        for name, tensor in state.items():
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:6], "big")

@@ -1,0 +1,130 @@
+"""Generator and critic of the GANs: strided convolutions from 4 × 4 to the size of the images.
+
+The critic of WGAN has a gradient penalty in place of clipped weights, which limit what it can
+learn; the others have spectral norm, since the plain critics of their papers are easily trained
+until the generator has no gradient. Neither uses statistics over the batch in the critic.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from isda.experiments.errors import InputError
+from isda.experiments.generators.gan_settings import GanSettings
+
+__all__ = ["Critic", "Generator", "doublings"]
+
+
+def doublings(image_shape: tuple[int, ...]) -> int:
+    """How often the side of a 4 × 4 image doubles to give an image of this shape.
+
+    >>> doublings((3, 32, 32)), doublings((1, 8, 8))
+    (3, 1)
+    """
+    _, height, width = image_shape
+    number = max(0, (height // 4).bit_length() - 1)
+    if number < 1 or height != width or height != 4 * 2**number:
+        raise InputError(
+            f"images must be squares with a side of 8, 16, 32, ... pixels for a GAN, got {height} "
+            f"x {width}"
+        )
+    return number
+
+
+class Generator(nn.Module):
+    """Latent to image: a linear layer to 4 × 4, then transposed convolutions.
+
+    Args:
+        settings: settings of the GAN.
+        num_classes: number of classes whose label is an input; 0: no label.
+        image_shape: channels, height and width.
+
+    Shape:
+        latent (N, noise + codes), label (N,) class indices; output (N, *image_shape) in (-1, 1).
+    """
+
+    def __init__(
+        self, settings: GanSettings, num_classes: int, image_shape: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        number = doublings(image_shape)
+        channels = [settings.width * 2**power for power in reversed(range(number))]
+        inputs = settings.noise + settings.codes + num_classes
+        first = nn.Linear(inputs, channels[0] * 16, bias=False)
+        layers: list[nn.Module] = [first, nn.Unflatten(1, (channels[0], 4, 4))]
+        for before, after in zip(channels, [*channels[1:], image_shape[0]], strict=True):
+            layers += [
+                nn.BatchNorm2d(before),
+                nn.ReLU(),
+                nn.ConvTranspose2d(before, after, 4, 2, 1),
+            ]
+        self.layers = nn.Sequential(*layers, nn.Tanh())
+        _initialise(self)
+
+    def forward(self, latent: Tensor, label: Tensor) -> Tensor:
+        if self.num_classes:
+            latent = torch.cat([latent, _one_hot(label, self.num_classes)], 1)
+        return self.layers(latent)
+
+
+class Critic(nn.Module):
+    """Score of an image; with heads for its class and its codes where the GAN has them.
+
+    CGAN gives its critic the label: the score is w·h + e_y·h for features h and a vector e_y of
+    each class. ACGAN and infoGAN have a linear head for the class, infoGAN one for its codes.
+
+    Shape:
+        images (N, *image_shape), label (N,); outputs (N,), (N, C) and (N, codes), where the last
+        two have no columns if the GAN has no such head.
+    """
+
+    def __init__(
+        self, settings: GanSettings, num_classes: int, image_shape: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        bound: Callable[[nn.Module], nn.Module]
+        bound = (lambda layer: layer) if settings.penalty else spectral_norm
+        layers: list[nn.Module] = []
+        before = image_shape[0]
+        for power in range(doublings(image_shape)):
+            after = settings.width * 2**power
+            layers += [nn.Conv2d(before, after, 4, 2, 1), nn.LeakyReLU(0.2)]
+            before = after
+        self.layers = nn.Sequential(*layers, nn.Flatten())
+        features = before * 16
+        self.score = nn.Linear(features, 1)
+        self.classes = nn.Embedding(num_classes, features) if settings.gan == "cgan" else None
+        has_head = settings.gan in ("acgan", "infogan")
+        self.head = nn.Linear(features, num_classes) if has_head else None
+        self.codes = nn.Linear(features, settings.codes) if settings.codes else None
+        _initialise(self)
+        for layer in [*self.layers, self.score, self.classes]:
+            if isinstance(layer, nn.Conv2d | nn.Linear | nn.Embedding):
+                bound(layer)
+
+    def forward(self, images: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        features = self.layers(images)
+        score = self.score(features)[:, 0]
+        if self.classes is not None:
+            score = score + (self.classes(label) * features).sum(1)
+        empty = features[:, :0]
+        logits = empty if self.head is None else self.head(features)
+        codes = empty if self.codes is None else self.codes(features)
+        return score, logits, codes
+
+
+def _one_hot(label: Tensor, num_classes: int) -> Tensor:
+    # nn.functional.one_hot checks the labels, which synchronises
+    return (label[:, None] == torch.arange(num_classes, device=label.device)).float()
+
+
+def _initialise(module: nn.Module) -> None:
+    """N(0, 0.02²) for all weights, as in DCGAN."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Conv2d | nn.ConvTranspose2d | nn.Embedding):
+            nn.init.normal_(part.weight, 0.0, 0.02)
+            if getattr(part, "bias", None) is not None:
+                nn.init.zeros_(part.bias)  # type: ignore[arg-type]

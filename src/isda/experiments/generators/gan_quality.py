@@ -1,0 +1,124 @@
+"""Quality of a GAN, measured: classifier FID, and what a classifier learns from its images."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isda.experiments.data import counter_rng
+from isda.experiments.data.arrays import ImageArrays
+from isda.experiments.errors import InputError
+from isda.experiments.files import write_text
+from isda.experiments.generators.trained_classifier import TrainedClassifier
+from isda.experiments.generators.trained_generator import TrainedGenerator
+from isda.experiments.settings import Recipe
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.side_by_side import SideBySide
+
+__all__ = ["frechet_distance", "measure_gan"]
+
+_HALVES, _DRAW, _TRAINING = 1, 2, 3  # key parts
+
+
+def frechet_distance(one: Tensor, other: Tensor) -> float:
+    r"""Fréchet distance of the normal distributions with the moments of two sets of features.
+
+    ‖μ₁ - μ₂‖² + tr(Σ₁ + Σ₂ - 2 (Σ₁ Σ₂)^½), in float64.
+
+    Shape:
+        one (N, A), other (M, A).
+    """
+    moments = []
+    for features in (one.double(), other.double()):
+        centred = features - features.mean(0)
+        moments.append((features.mean(0), centred.T @ centred / (len(features) - 1)))
+    (mean_1, covariance_1), (mean_2, covariance_2) = moments
+    values, vectors = torch.linalg.eigh(covariance_1)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    # the eigenvalues of Σ₁Σ₂ are those of the symmetric Σ₁^½ Σ₂ Σ₁^½
+    product = torch.linalg.eigvalsh(root @ covariance_2 @ root).clamp(min=0).sqrt().sum()
+    traces = covariance_1.trace() + covariance_2.trace()
+    return float((mean_1 - mean_2).square().sum() + traces - 2 * product)
+
+
+def measure_gan(
+    generator: TrainedGenerator,
+    classifier: TrainedClassifier,
+    folder: Path,
+    *,
+    epochs: int = 20,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Write ``quality.json`` to the folder of a GAN and return what it has.
+
+    - *Classifier FID*: Fréchet distance, over the features of a frozen classifier, of synthetic
+      images from one half of the training images. Its floor is the distance of the two halves; all
+      sets have the same size, on which the distance depends.
+    - Test error on real images of a small network that is trained on synthetic images alone, as
+      many as there are training images, next to the same network trained on real images.
+
+    Args:
+        generator: generator to measure.
+        classifier: finished run on the same data set.
+        folder: folder of the GAN.
+        epochs: epochs of the small network.
+        seed: seed of all draws.
+    """
+    if epochs < 1:
+        raise InputError(f"epochs must be >= 1, got {epochs}")
+    data = classifier.data
+    generator.require_fit(
+        num_classes=data.num_classes, image_shape=tuple(data.image_shape), other="the classifier"
+    )
+    key = counter_rng.key(seed, device=data.train_images.device)
+    number = len(data.train_target)
+    order = counter_rng.permutation(number, counter_rng.fold(key, _HALVES))
+    first, second = (
+        classifier.all_features(data.train_images[half]) for half in order.split(number // 2)[:2]
+    )
+    classes = [index % data.num_classes for index in range(number)]
+    images = generator.draw(classes[: number // 2], counter_rng.fold(key, _DRAW))
+    synthetic = replace(
+        data,
+        train_images=generator.draw(classes, counter_rng.fold(key, _TRAINING)),
+        train_target=torch.tensor(classes, device=data.train_target.device),
+    )
+    result = {
+        "generator": generator.settings.name,
+        "generator_digest": generator.digest,
+        "classifier": str(classifier.folder),
+        "data": data.name,
+        "seed": seed,
+        "epochs": epochs,
+        "classifier_fid": frechet_distance(first, classifier.all_features(images)),
+        "classifier_fid_floor": frechet_distance(first, second),
+        "error_of_synthetic": _test_error(synthetic, epochs, seed),
+        "error_of_real": _test_error(data, epochs, seed),
+    }
+    write_text(Path(folder) / "quality.json", json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _test_error(data: ImageArrays, epochs: int, seed: int) -> float:
+    """Test error in percent of a small network after training on the training images."""
+    recipe = Recipe(
+        data=data.name,
+        network="resnet8",
+        method="ce",
+        augment=() if data.name == "digits" else ("crop", "flip"),
+        epochs=epochs,
+        batch_size=128,
+        learning_rate=0.1,
+        weight_decay=5e-4,
+        cosine_offset=1,
+    )
+    device = data.train_images.device
+    lane = Lane(recipe, seed, data, device)
+    runner = SideBySide([lane], capture=device.type == "cuda")
+    for epoch in range(epochs):
+        lane.epoch = epoch
+        runner.train_epoch()
+    return runner.evaluate()[0][1]

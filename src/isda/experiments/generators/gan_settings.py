@@ -1,0 +1,138 @@
+"""Settings of the four GANs of Table 4 (Appendix B)."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from isda.experiments.errors import InputError, unknown
+from isda.experiments.settings import GanName
+
+__all__ = ["CODES", "GANS", "GanSettings", "get_gan"]
+
+CODES = 2
+"""Number of further latent inputs of infoGAN, uniform in [-1, 1)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GanSettings:
+    """How to train a GAN on a data set."""
+
+    gan: GanName
+    """Which GAN: wgan has one generator per class, the others have one for all classes."""
+
+    data: str = "cifar10"
+    """Data set: digits, cifar10 or cifar100."""
+
+    epochs: int
+    """Number of epochs; in an epoch the critic sees as many images as the data set has."""
+
+    batch_size: int = 64
+    """Real images per step of the critic."""
+
+    critic_steps: int
+    """Steps of the critic per step of the generator."""
+
+    learning_rate: float
+    """Learning rate of Adam for both networks."""
+
+    beta_1: float
+    """Decay of the mean gradient in Adam."""
+
+    beta_2: float
+    """Decay of the mean squared gradient in Adam."""
+
+    penalty: float = 0.0
+    """Weight of the gradient penalty; 0: spectral norm in the critic in its place."""
+
+    noise: int = 100
+    """Dimensions of the normal noise."""
+
+    width: int = 64
+    """Channels of the widest images inside the networks; every halving of the side doubles them."""
+
+    average: float = 0.999
+    """Decay of the average of the generator's weights, which makes the pictures; lower in the first
+    steps. 0: none."""
+
+    hold_out: int = 0
+    """Number of training images to hold out, as in a recipe."""
+
+    def __post_init__(self) -> None:
+        if self.gan not in get_args(GanName):
+            raise unknown("GAN", self.gan, get_args(GanName))
+        for field in ("epochs", "batch_size", "critic_steps", "width"):
+            _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
+        _require(self.noise >= 2, "noise", self.noise, ">= 2")
+        _require(self.hold_out >= 0, "hold_out", self.hold_out, ">= 0")
+        for field in ("beta_1", "beta_2", "average"):
+            value = getattr(self, field)
+            _require(0 <= value < 1, field, value, ">= 0 and < 1")
+        _require(0 <= self.penalty < math.inf, "penalty", self.penalty, ">= 0")
+        rate = self.learning_rate
+        _require(0 < rate < math.inf, "learning_rate", rate, "> 0")
+
+    @property
+    def per_class(self) -> bool:
+        """Whether there is one generator per class."""
+        return self.gan == "wgan"
+
+    @property
+    def codes(self) -> int:
+        """Number of latent inputs besides the noise."""
+        return CODES if self.gan == "infogan" else 0
+
+    @property
+    def name(self) -> str:
+        """Name of the folder of its runs: ``<data>-<gan>``."""
+        return f"{self.data}-{self.gan}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields as JSON values; the inverse of ``from_dict``."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "GanSettings":
+        """Settings from the fields of a file."""
+        try:
+            return cls(**fields)
+        except TypeError as error:  # a missing or unknown field, or a wrong type
+            raise InputError(f"not valid settings of a GAN: {error}") from error
+
+
+def get_gan(name: str) -> GanSettings:
+    """Default settings of a GAN by name."""
+    if name not in GANS:
+        raise unknown("GAN", name, GANS)
+    return GANS[name]
+
+
+def _require(holds: bool, field: str, value: object, expectation: str) -> None:
+    if not holds:
+        raise InputError(f"{field} must be {expectation}, got {value!r}")
+
+
+GANS: dict[str, GanSettings] = {
+    "wgan": GanSettings(
+        gan="wgan",
+        epochs=1000,
+        critic_steps=5,
+        learning_rate=1e-4,
+        beta_1=0.0,
+        beta_2=0.9,
+        penalty=10.0,
+    ),
+    **{
+        name: GanSettings(
+            gan=name,
+            epochs=200,
+            critic_steps=1,
+            learning_rate=2e-4,
+            beta_1=0.5,
+            beta_2=0.999,
+        )
+        for name in ("cgan", "acgan", "infogan")
+    },
+}
+"""Default settings by name; those of Adam and of the penalty are from the GANs' papers."""

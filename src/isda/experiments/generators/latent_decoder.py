@@ -1,0 +1,103 @@
+"""Features to a picture in one pass: a network from features to latents, then a generator.
+
+It is trained with a pixel and a feature loss through the frozen classifier. The generator is that
+of a GAN, which is frozen, too, or a new one that is trained with the network: then no GAN is
+needed. The latents are pictures on their own, and starting points of the inversion.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from isda.experiments.data import counter_rng
+from isda.experiments.generators.gan_lane import to_unit
+from isda.experiments.generators.gan_networks import Generator
+from isda.experiments.generators.gan_settings import get_gan
+from isda.experiments.generators.latent_search import normalized, with_codes
+from isda.experiments.generators.trained_classifier import TrainedClassifier
+from isda.experiments.generators.trained_generator import TrainedGenerator
+
+__all__ = ["LatentDecoder", "create_generator", "train_decoder"]
+
+_WIDTH, _BATCH = 512, 128
+
+
+class LatentDecoder(nn.Module):
+    """Features and class to the latent of a generator.
+
+    Shape:
+        features (N, A), label (N,); output (N, noise), normalised.
+    """
+
+    def __init__(self, num_features: int, num_classes: int, noise: int) -> None:
+        super().__init__()
+        self.label = nn.Embedding(num_classes, _WIDTH)
+        self.first = nn.Linear(num_features, _WIDTH)
+        self.rest = nn.Sequential(
+            nn.ReLU(), nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, noise)
+        )
+
+    def forward(self, features: Tensor, label: Tensor) -> Tensor:
+        return normalized(self.rest(self.first(features) + self.label(label)))
+
+
+def create_generator(classifier: TrainedClassifier, seed: int = 0) -> TrainedGenerator:
+    """A generator with the architecture of CGAN and initial weights, for :func:`train_decoder`."""
+    data, shape = classifier.data, tuple(classifier.data.image_shape)
+    settings = replace(get_gan("cgan"), data=data.name)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        network = Generator(settings, data.num_classes, shape)
+    device = data.train_images.device
+    return TrainedGenerator(settings, data.num_classes, shape, [network.to(device)])
+
+
+def train_decoder(
+    classifier: TrainedClassifier,
+    generator: TrainedGenerator,
+    *,
+    eta: float,
+    epochs: int,
+    seed: int = 0,
+    with_generator: bool = False,
+) -> LatentDecoder:
+    """Train on the training images with ``‖f(G(z)) - a‖² + eta ‖G(z) - x‖²``, as in step I.
+
+    Args:
+        classifier: where the features come from.
+        generator: what makes images of latents.
+        eta: weight of the pixels.
+        epochs: passes over the training images.
+        seed: seed of weights and order.
+        with_generator: train the generator, too.
+    """
+    data = classifier.data
+    device = data.train_images.device
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        decoder = LatentDecoder(
+            classifier.network.num_features, data.num_classes, generator.settings.noise
+        ).to(device)
+    features = classifier.all_features(data.train_images)
+    parameters = list(decoder.parameters())
+    if with_generator:
+        parameters += generator.train().requires_grad_(True).parameters()
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    key = counter_rng.key(seed, device=device)
+    for epoch in range(epochs):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - epoch / epochs)
+        order = counter_rng.permutation(len(features), counter_rng.fold(key, epoch))
+        for index in order.split(_BATCH):
+            label = data.train_target[index]
+            latent = with_codes(decoder(features[index], label), generator)
+            images = generator.for_classes(label.tolist())(latent)
+            found = classifier.features(images)
+            pixels = (images - to_unit(data.train_images[index])).square().flatten(1).sum(1)
+            loss = ((found - features[index]).square().sum(1) + eta * pixels).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    generator.eval().requires_grad_(False)
+    return decoder.eval().requires_grad_(False)

@@ -1,0 +1,142 @@
+"""Real images for augmented features: the training images nearest to them; no generator needed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isda.experiments.data import counter_rng
+from isda.experiments.errors import InputError
+from isda.experiments.files import write_text, writing
+from isda.experiments.generators.feature_moves import (
+    choose_samples,
+    draw_moves,
+    eigenvector_moves,
+    random_moves,
+    strength_of,
+)
+from isda.experiments.generators.pictures import write_grid
+from isda.experiments.generators.trained_classifier import TrainedClassifier
+
+__all__ = ["nearest", "show_neighbours"]
+
+_DRAWS, _CONTROL = 1, 2  # key parts
+_QUERIES = 500  # at a time
+
+
+def show_neighbours(
+    classifier: TrainedClassifier,
+    out: Path,
+    *,
+    samples: int = 10,
+    measured: int = 1000,
+    draws: int = 5,
+    eigenvectors: int = 5,
+    strength: float | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Write ``neighbours.png`` and ``neighbours.json`` to a folder and return what the latter has.
+
+    A row of the grid is a training image; the training image nearest to its features a; those
+    nearest to a + δ for draws δ from N(0, λΣ_y); for random directions of the same lengths; along
+    the leading eigenvectors of Σ_y; and for random directions of those lengths. The image itself is
+    never its neighbour.
+
+    Args:
+        classifier: trained classifier with ISDA statistics.
+        out: folder to write to.
+        samples: rows of the grid.
+        measured: images that the shares are measured on.
+        draws: draws per image.
+        eigenvectors: leading eigenvectors per image.
+        strength: λ; by default λ₀ of the recipe.
+        seed: seed of the choice of images and of the draws.
+    """
+    for name, value in (("measured", measured), ("draws", draws)):
+        if value < 1:
+            raise InputError(f"{name} must be >= 1, got {value}")
+    strength = strength_of(classifier, strength)
+    data = classifier.data
+    number = min(len(data.train_target), max(samples, measured))
+    chosen = choose_samples(classifier, number if samples >= 1 else samples, seed)
+    features = classifier.all_features(data.train_images)
+    classes = data.train_target[chosen].tolist()
+    key = counter_rng.key(seed, device=features.device)
+    drawn = draw_moves(classifier, classes, draws, strength, counter_rng.fold(key, _DRAWS))
+    leading = eigenvector_moves(classifier, classes, eigenvectors, strength)
+    moves = {
+        "none": torch.zeros_like(drawn[:, :1]),
+        "draws of N(0, λΣ)": drawn,
+        "random directions, as long as the draws": random_moves(
+            drawn, counter_rng.fold(key, _CONTROL)
+        ),
+        "leading eigenvectors of Σ": leading,
+        "random directions, as long as the eigenvectors": random_moves(
+            leading, counter_rng.fold(key, _CONTROL + 1)
+        ),
+    }
+    found = {
+        name: nearest(features[chosen, None] + move, features, chosen)
+        for name, move in moves.items()
+        if move.shape[1]
+    }
+    columns = [chosen[:, None], *found.values()]
+    with writing(out, keep=()):
+        out.mkdir(parents=True, exist_ok=True)
+    place, rules = 0, []
+    for column in columns:
+        rules.append(place)
+        place += column.shape[1]
+    picture = data.train_images[torch.cat(columns, 1)[:samples]]
+    write_grid(out / "neighbours.png", picture, rules=tuple(rules[1:]))
+
+    own = data.train_target[chosen][:, None]
+    spread = (features[chosen, None] - features[found["none"]]).norm(dim=-1)
+    spread = spread.clamp(min=1e-12)
+    result = {
+        "classifier": str(classifier.folder),
+        "data": data.name,
+        "images": number,
+        "strength": strength,
+        "seed": seed,
+        "columns": {name: index.shape[1] for name, index in found.items()},
+        "moves": {
+            name: {
+                "same_class": _share(data.train_target[index] == own),
+                "changed": _share(index != found["none"]),
+                "relative_length": _median(moves[name].norm(dim=-1) / spread),
+                "relative_distance": _median(
+                    (features[chosen, None] + moves[name] - features[index]).norm(dim=-1) / spread
+                ),
+            }
+            for name, index in found.items()
+        },
+    }
+    write_text(out / "neighbours.json", json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def nearest(queries: Tensor, features: Tensor, own: Tensor) -> Tensor:
+    """Index of the row of ``features`` that is nearest to each query, but for its own.
+
+    Shape:
+        queries (S, M, A), features (N, A), own (S,) indices to leave out; output (S, M).
+    """
+    result = []
+    for part, mine in zip(queries.split(_QUERIES), own.split(_QUERIES), strict=True):
+        for column in part.unbind(1):
+            distance = torch.cdist(column, features, compute_mode="donot_use_mm_for_euclid_dist")
+            distance[torch.arange(len(mine), device=mine.device), mine] = torch.inf
+            result.append(distance.argmin(1))
+    per_part = [result[n : n + queries.shape[1]] for n in range(0, len(result), queries.shape[1])]
+    return torch.cat([torch.stack(part, 1) for part in per_part])
+
+
+def _share(holds: Tensor) -> float:
+    return float(holds.double().mean())
+
+
+def _median(values: Tensor) -> float:
+    return float(values.median())

@@ -1,0 +1,106 @@
+"""A trained classifier with its ISDA statistics, and moves of its features."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isda import Covariance, ISDALoss
+from isda.experiments.data.arrays import ImageArrays, normalize
+from isda.experiments.errors import InputError
+from isda.experiments.generators.gan_lane import to_bytes
+from isda.experiments.losses.baselines import create_criterion
+from isda.experiments.networks import Network
+from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.groups import Plan, load_images, own_images
+from isda.experiments.training.lane import Lane
+from isda.experiments.training.run_folder import RunFolder
+
+__all__ = ["TrainedClassifier", "load_classifier"]
+
+_BATCH = 1000  # images at a time
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedClassifier:
+    """A network in evaluation mode, in float32, with the data set that it was trained on."""
+
+    folder: Path
+    recipe: Recipe
+    network: Network
+    data: ImageArrays
+    criterion: ISDALoss | None
+    """Holds the ISDA statistics; None if the run was trained with another loss."""
+
+    def features(self, images: Tensor) -> Tensor:
+        """Features (N, A) of uint8 images, or of images in [-1, 1]; differentiable in those."""
+        if images.dtype == torch.uint8:
+            images = normalize(images, self.data.mean, self.data.std)
+        else:
+            images = normalize((images + 1) * 127.5, self.data.mean, self.data.std)
+        return self.network.forward_features(images)
+
+    @torch.no_grad()
+    def all_features(self, images: Tensor) -> Tensor:
+        """Features of many uint8 images, some at a time."""
+        return torch.cat([self.features(part) for part in images.split(_BATCH)])
+
+    @torch.no_grad()
+    def predictions(self, images: Tensor) -> Tensor:
+        """Predicted class of uint8 images, or of images in [-1, 1], which are rounded first."""
+        pixels = images if images.dtype == torch.uint8 else to_bytes(images)
+        return self.network.get_classifier()(self.all_features(pixels)).argmax(1)
+
+    def class_covariance(self, index: int) -> Tensor:
+        """Covariance Σ (A, A) of a class, in float64."""
+        assert self.criterion is not None
+        assert isinstance(self.criterion.estimator, Covariance)
+        covariance = self.criterion.estimator.class_covariance(index)
+        return covariance.to(self.data.train_images.device).double()
+
+
+def load_classifier(
+    folder: Path | str, options: Options, device: torch.device, *, statistics: bool = True
+) -> TrainedClassifier:
+    """Load a finished run with its checkpoint.
+
+    Args:
+        folder: folder of the run.
+        options: where to find its data set.
+        device: device of network and data.
+        statistics: whether ISDA statistics are needed.
+    """
+    run = RunFolder(folder)
+    recipe = run.recipe
+    if statistics and recipe.method != "isda":
+        raise InputError(
+            f"{run.folder} was trained with {recipe.method} and has no ISDA statistics: give a run "
+            "with method isda"
+        )
+    state = run.load()
+    if state is None:
+        raise InputError(f"{run.folder} has no checkpoint: train the run again, or copy all of it")
+    if state["epoch"] < recipe.epochs:
+        raise InputError(
+            f"{run.folder} is not finished, {state['epoch']} of {recipe.epochs} epochs: continue "
+            "it with --resume"
+        )
+    data = load_images(recipe, options)
+    if not isinstance(data, ImageArrays):
+        raise InputError(
+            f"{run.folder} was trained on {recipe.data}: only digits and CIFAR can be shown"
+        )
+    own = own_images(data, Plan(run.name, recipe, run.seed))
+    assert isinstance(own, ImageArrays)
+    network = Lane.create_network(recipe, own, run.seed)
+    network.load_state_dict(state["average" if recipe.ema else "network"])
+    statistics_of = None
+    if recipe.method == "isda":
+        size, classes = network.num_features, own.num_classes
+        criterion = create_criterion(recipe, num_features=size, num_classes=classes)
+        criterion.load_state_dict(state["criterion"])
+        assert isinstance(criterion, ISDALoss)
+        statistics_of = criterion
+    network.to(device).eval().requires_grad_(False)
+    return TrainedClassifier(run.folder, recipe, network, own.to(device), statistics_of)

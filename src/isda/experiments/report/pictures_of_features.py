@@ -1,0 +1,151 @@
+"""Records of generators and of pictures of augmented features, as tables and pictures."""
+
+import base64
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isda.experiments.errors import InputError
+from isda.experiments.report.text import markdown_rows
+
+__all__ = [
+    "FeaturePictures",
+    "inversion_table",
+    "neighbours_table",
+    "quality_table",
+    "read_pictures",
+]
+
+
+@dataclass(frozen=True)
+class FeaturePictures:
+    """A record with its table, and its picture if it has one."""
+
+    title: str
+    table: str
+    """Markdown table and note."""
+
+    path: Path | None
+    """PNG file."""
+
+    @property
+    def markdown(self) -> str:
+        """Title, table and the path of the picture."""
+        parts = [f"## {self.title}", self.table]
+        return "\n\n".join([*parts, *([f"`{self.path}`"] if self.path else [])])
+
+    @property
+    def lines(self) -> tuple[list[list[str]], str]:
+        """Cells of the table, and the note."""
+        table, _, note = self.table.partition("\n\n")
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
+        return [rows[0], *rows[2:]], note
+
+    @property
+    def address(self) -> str | None:
+        """The picture as a data URL."""
+        if self.path is None:
+            return None
+        return f"data:image/png;base64,{base64.b64encode(self.path.read_bytes()).decode()}"
+
+
+def read_pictures(folders: Iterable[Path]) -> list[FeaturePictures]:
+    """The records in folders that isda gan measure, neighbours or invert has written to."""
+    found = []
+    for folder in folders:
+        names = [name for name in _TABLES if (folder / f"{name}.json").is_file()]
+        if not names:
+            files = ", ".join(f"{name}.json" for name in _TABLES)
+            raise InputError(f"{folder} has none of {files}")
+        for name in names:
+            path, picture = folder / f"{name}.json", folder / f"{name}.png"
+            title, table = _TABLES[name]
+            try:
+                text = table(json.loads(path.read_text(encoding="utf-8")))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise InputError(f"{path} is damaged: {error!r}") from error
+            found.append(FeaturePictures(title, text, picture if picture.is_file() else None))
+    return found
+
+
+def quality_table(result: dict[str, Any]) -> str:
+    """The measurements of ``isda gan measure`` as a Markdown table."""
+    rows = [
+        [
+            result["generator"],
+            f"{result['classifier_fid']:.3f}",
+            f"{result['error_of_synthetic']:.2f} %",
+        ],
+        [
+            "real images",
+            f"{result['classifier_fid_floor']:.3f}",
+            f"{result['error_of_real']:.2f} %",
+        ],
+    ]
+    header = ["images", "classifier FID", "test error of a network trained on them"]
+    note = (
+        f"Classifier FID: distance from one half of the training images of {result['data']}, over "
+        f"the features of {result['classifier']}; it cannot be compared with an Inception FID. "
+        f"Network: resnet8, {result['epochs']} epochs."
+    )
+    return f"{markdown_rows(header, rows)}\n\n{note}"
+
+
+def neighbours_table(result: dict[str, Any]) -> str:
+    """The shares of ``isda neighbours`` as a Markdown table."""
+    rows = [
+        [
+            name,
+            f"{100 * one['same_class']:.1f} %",
+            f"{100 * one['changed']:.1f} %",
+            f"{one['relative_length']:.2f}",
+            f"{one['relative_distance']:.2f}",
+        ]
+        for name, one in result["moves"].items()
+    ]
+    header = ["move", "neighbour of the same class", "other neighbour", "length", "distance"]
+    note = (
+        f"{result['images']} training images of {result['data']}, λ = {result['strength']:g}. "
+        "Other neighbour: not the one without a move. Length of the move, and distance of the "
+        "neighbour: medians, relative to the distance of the neighbour without a move."
+    )
+    return f"{markdown_rows(header, rows)}\n\n{note}"
+
+
+def inversion_table(result: dict[str, Any]) -> str:
+    """The measurements of ``isda invert`` as a Markdown table."""
+
+    def percent(value: float | None) -> str:
+        return "–" if value is None else f"{100 * value:.1f} %"
+
+    rows = [
+        [
+            name,
+            percent(one["residual"]),
+            percent(one["residual_of_move"]),
+            percent(one["own_class"]),
+            percent(one["judge_class"]),
+        ]
+        for name, one in result["pictures"].items()
+    ]
+    header = ["pictures", "residual", "residual of the move", "class kept", "judge: class kept"]
+    judge = "there is no judge, give one with --judge"
+    if result["judge"] is not None:
+        judge = f"the judge is {result['judge']}"
+    note = (
+        f"{result['samples']} images of {result['data']}, λ = {result['strength']:g}, generator "
+        f"{result['generator']}. Residual: median distance of the features of a picture from those "
+        "wanted, relative to their length, or to the length of the move. Class kept: share of the "
+        f"pictures that the inverted classifier, or the judge, assigns to the class; {judge}. "
+        "Control: moves of equal length in random directions."
+    )
+    return f"{markdown_rows(header, rows)}\n\n{note}"
+
+
+_TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "quality": ("Quality of a generator", quality_table),
+    "neighbours": ("Training images nearest to augmented features", neighbours_table),
+    "inversion": ("Augmented features as pictures (Appendix C)", inversion_table),
+}
