@@ -139,8 +139,8 @@ def test_sentence_when_worse_equal_or_uncertain(tmp_path):
     assert sentence(same) == ("ISDA does not change the test error in any seed (3 paired seeds).")
     assert signed(same.difference) == "+0.00"  # no interval of zero width
     assert words("noise").startswith(
-        "The difference is not significant at 3 seeds: ISDA raises the test error by 0.10 points "
-        "(95 % interval of the difference −"
+        "ISDA makes no significant difference to the test error: +0.10 points (95 % interval of "
+        "the difference −"
     )
 
 
@@ -583,7 +583,7 @@ def test_report_equals_the_raw_records(records):
         "few seeds for an interval. The one comparison of other methods with a baseline finds no "
         "significant difference." in text
     )
-    assert f"* {FIRST}-focal: The difference is not significant at 3 seeds: Focal loss " in text
+    assert f"* {FIRST}-focal: Focal loss makes no significant difference to " in text
     assert "Unfinished runs that are left out: 1." in text
     assert [ISDA, "ce", "–", "−1.00", "too few seeds"] in [row[:5] for row in rows]
 

@@ -221,7 +221,7 @@ class FullCovariance(_ClassCovariance):
         precision: of the products (W − w_c) Σ_c on CUDA, as in
             ``torch.set_float32_matmul_precision``: "high" splits every float32 into two bfloat16
             (relative error 2⁻¹⁶), "medium" rounds it to one (2⁻⁸), which is faster with many
-            classes. Sums and statistics are float32 in both, and so is everything on a CPU.
+            classes. Sums and covariances are float32 in both, and so are the products on a CPU.
     """
 
     covariance: Tensor

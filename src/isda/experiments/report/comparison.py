@@ -363,8 +363,8 @@ def _clause(result: Comparison) -> str:
         return f"{effect}{same} ({seeds})"
     if interval is None:
         return f"{effect} ({seeds}); an interval needs at least 2 seeds per side"
-    effect += f" (95 % interval of the difference {interval_words(interval)}, {seeds})"
+    limits = f"95 % interval of the difference {interval_words(interval)}, {seeds}"
     if not result.difference.significant:
-        at = seeds.partition(";")[0].replace("paired ", "")
-        return f"the difference is not significant at {at}: {effect}"
-    return effect
+        effect = f"{result.method.label} makes no significant difference to {error}"
+        return f"{effect}: {signed(-change)} points ({limits})"
+    return f"{effect} ({limits})"

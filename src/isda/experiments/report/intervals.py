@@ -165,8 +165,8 @@ def signed(change: Difference | float, digits: int = 2) -> str:
 
 
 def interval_words(interval: tuple[float, float], digits: int = 2) -> str:
-    """``−1.20 to −0.18``, with signs as in the difference."""
-    return " to ".join(signed(end, digits) for end in interval)
+    """``−1.20 to −0.18``, with signs as in the difference; an end just below 0 is ``−0.00``."""
+    return " to ".join(f"{end:+.{digits}f}".replace("-", "−") for end in interval)
 
 
 def _variance(values: Sequence[float]) -> float:
