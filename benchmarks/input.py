@@ -34,9 +34,9 @@ from isda.experiments.recipes import OWN_IMAGES
 from isda.experiments.settings import Recipe
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.run_images import RunImages
 from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.training_step import Lane
 
 PIPELINES = ("torchvision", "off", "disk", "memory", "device")
 COLUMNS = {  # header of the Markdown table

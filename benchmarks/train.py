@@ -30,9 +30,9 @@ from isda.experiments.recipes import get_recipe
 from isda.experiments.settings import Recipe
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.step_cost import SHAPES, random_images
+from isda.experiments.training.training_step import Lane
 
 KERNELS = {  # kind of a kernel: pattern of its name, the first that matches
     "ISDA": r"_class_statistics|_covariance|_multiply|_cross_entropy|_split|_screen|_weight_grad",

@@ -20,8 +20,8 @@ from isda.experiments.errors import RunsFailed, WriteError
 from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import groups, loop, run_folder
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
+from isda.experiments.training.training_step import Lane
 
 RECIPE = Recipe(
     data="digits", network="resnet8", epochs=3, batch_size=128, learning_rate=0.05,

@@ -30,8 +30,8 @@ from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import images as images_module
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.images import ImageStore
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import train
+from isda.experiments.training.training_step import Lane
 
 CPU = torch.device("cpu")
 RESNET, VIT = "timm:test_resnet", "timm:test_vit"

@@ -37,8 +37,8 @@ from isda.experiments.data.resized_crop import PackedImages
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.images import ImageStore, kept_images
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.training_step import Lane
 
 SIZE = 16  # of the crops; images are stored with a shorter side of 18
 CPU = torch.device("cpu")

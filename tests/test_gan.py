@@ -15,9 +15,9 @@ from isda.experiments.data.arrays import load_data
 from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.generators import gan_training
 from isda.experiments.generators.gan_folder import GanFolder
-from isda.experiments.generators.gan_lane import GanLane, draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_networks import Critic, Generator, doublings
 from isda.experiments.generators.gan_settings import CODES, GANS, get_gan
+from isda.experiments.generators.gan_step import GanLane, draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_training import create_lanes, train_gan
 from isda.experiments.generators.trained_generator import TrainedGenerator, load_generator
 from isda.experiments.records import load_runs

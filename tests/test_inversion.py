@@ -19,9 +19,9 @@ from isda.experiments.generators.feature_moves import (
     eigenvector_moves,
     random_moves,
 )
-from isda.experiments.generators.gan_lane import draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_quality import frechet_distance
 from isda.experiments.generators.gan_settings import get_gan
+from isda.experiments.generators.gan_step import draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_training import train_gan
 from isda.experiments.generators.inversion import InversionSettings, show_inversion
 from isda.experiments.generators.latent_decoder import (

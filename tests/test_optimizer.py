@@ -11,7 +11,7 @@ from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError
 from isda.experiments.recipes import OWN_IMAGES, RECIPES
 from isda.experiments.settings import Recipe
-from isda.experiments.training.lane import Lane
+from isda.experiments.training.training_step import Lane
 
 RECIPE = Recipe(
     data="digits", network="resnet8", epochs=4, batch_size=32, learning_rate=0.05,

@@ -28,9 +28,9 @@ from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, load_runs
 from isda.experiments.search import search
 from isda.experiments.settings import Options, Recipe
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder
+from isda.experiments.training.training_step import Lane
 
 main = partial(run_command, "search")
 

@@ -18,8 +18,8 @@ from isda.experiments.generators.trained_generator import load_generator
 from isda.experiments.recipes import get_recipe, name_of, run_name
 from isda.experiments.records import Run, summary
 from isda.experiments.settings import Options
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.training_step import Lane
 
 START = get_recipe("digits-resnet8-ce")
 RECIPE = replace(START, generator="acgan", synthetic=1 / 6, epochs=2)

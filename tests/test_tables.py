@@ -27,7 +27,7 @@ from isda.experiments.report.overview import report_markdown
 from isda.experiments.report.paper_tables import TABLES, Cell, cell_recipes
 from isda.experiments.report.tables import our_result, section, table_markdown
 from isda.experiments.settings import Options
-from isda.experiments.training import lane as lane_module
+from isda.experiments.training import training_step
 
 GANS = ("wgan", "cgan", "acgan", "infogan")
 TRAINED = [(number, cell) for number, table in TABLES.items() for cell in table.cells]
@@ -347,8 +347,8 @@ def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
         criteria[recipe] = baselines.create_criterion(recipe, **options)
         return criteria[recipe]
 
-    monkeypatch.setattr(lane_module, "create_network", small_network)
-    monkeypatch.setattr(lane_module, "create_criterion", known_criterion)
+    monkeypatch.setattr(training_step, "create_network", small_network)
+    monkeypatch.setattr(training_step, "create_criterion", known_criterion)
     table = TABLES[number]
     paper = {cell.recipe: str(cell.paper) for cell in table.cells}
     for data, gan in {(RECIPES[name].data, RECIPES[name].generator) for name in paper}:

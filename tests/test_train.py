@@ -33,11 +33,11 @@ from isda.experiments.recipes import get_recipe
 from isda.experiments.records import Run, export, summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import groups, loop, run_folder
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder, locked
 from isda.experiments.training.run_images import RunImages
 from isda.experiments.training.step_cost import random_images
+from isda.experiments.training.training_step import Lane
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
 

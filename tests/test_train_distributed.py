@@ -24,9 +24,9 @@ from isda.experiments.cli import main
 from isda.experiments.recipes import RECIPES
 from isda.experiments.records import load_runs
 from isda.experiments.settings import Options, Recipe
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder
+from isda.experiments.training.training_step import Lane
 
 pytestmark = pytest.mark.ddp
 

@@ -13,8 +13,9 @@ from isda.experiments.recipes import get_recipe
 from isda.experiments.settings import Options
 from isda.experiments.training import groups
 from isda.experiments.training.groups import Plan
-from isda.experiments.training.lane import Lane
+from isda.experiments.training.images import ImageStore
 from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.training_step import Lane
 from isda.experiments.training.width import candidates, choose_width, fastest_width
 
 RECIPE = replace(get_recipe("digits-resnet8-ce"), batch_size=16)
@@ -114,6 +115,6 @@ def test_a_measurement_takes_steps_of_the_training(data) -> None:
     assert [int(lane.steps) for lane in lanes] == [40, 40]
 
 
-def test_a_cpu_trains_one_run_at_a_time(data) -> None:
+def test_a_cpu_trains_one_run_at_a_time() -> None:
     plans = [Plan("any", RECIPE, seed) for seed in range(10)]
-    assert groups._side_by_side(plans, data, Options(), DEVICE) == 1
+    assert groups._side_by_side(plans, Options(), DEVICE, ImageStore()) == 1

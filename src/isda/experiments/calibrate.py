@@ -23,10 +23,10 @@ from isda.experiments.training.device import choose_kernels, join_processes
 from isda.experiments.training.failures import finished_first
 from isda.experiments.training.groups import Plan, own_images
 from isda.experiments.training.images import ImageStore
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.metrics import classification_metrics
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.run_images import RunImages
+from isda.experiments.training.training_step import Lane
 
 __all__ = ["LIMITS", "calibrate", "fit_temperature", "measure"]
 

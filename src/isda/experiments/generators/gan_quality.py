@@ -15,8 +15,8 @@ from isda.experiments.files import write_text
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Recipe
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.training_step import Lane
 
 __all__ = ["frechet_distance", "measure_gan"]
 

@@ -15,8 +15,8 @@ from isda.experiments.data.arrays import DATA, ImageArrays, load_data
 from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.files import write_text
 from isda.experiments.generators.gan_folder import GanFolder
-from isda.experiments.generators.gan_lane import GanLane
 from isda.experiments.generators.gan_settings import GanSettings
+from isda.experiments.generators.gan_step import GanLane
 from isda.experiments.generators.pictures import write_grid
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Options

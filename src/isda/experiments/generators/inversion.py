@@ -17,7 +17,7 @@ from isda.experiments.generators.feature_moves import (
     random_moves,
     strength_of,
 )
-from isda.experiments.generators.gan_lane import to_bytes, to_unit
+from isda.experiments.generators.gan_step import to_bytes, to_unit
 from isda.experiments.generators.latent_decoder import create_generator, train_decoder
 from isda.experiments.generators.latent_search import LatentSearch, normalized, with_codes
 from isda.experiments.generators.pictures import write_grid

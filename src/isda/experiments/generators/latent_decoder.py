@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from isda.experiments.data import counter_rng
-from isda.experiments.generators.gan_lane import to_unit
 from isda.experiments.generators.gan_networks import Generator
 from isda.experiments.generators.gan_settings import get_gan
+from isda.experiments.generators.gan_step import to_unit
 from isda.experiments.generators.latent_search import normalized, with_codes
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator

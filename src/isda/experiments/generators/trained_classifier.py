@@ -9,13 +9,13 @@ from torch import Tensor
 from isda import Covariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, normalize
 from isda.experiments.errors import InputError
-from isda.experiments.generators.gan_lane import to_bytes
+from isda.experiments.generators.gan_step import to_bytes
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.groups import Plan, load_images, own_images
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.run_folder import RunFolder
+from isda.experiments.training.training_step import Lane
 
 __all__ = ["TrainedClassifier", "load_classifier"]
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
 from isda.experiments.generators.gan_folder import GanFolder, weights_digest
-from isda.experiments.generators.gan_lane import GanLane, draw_latent, to_bytes
 from isda.experiments.generators.gan_networks import Generator
 from isda.experiments.generators.gan_settings import GanSettings
+from isda.experiments.generators.gan_step import GanLane, draw_latent, to_bytes
 
 __all__ = ["TrainedGenerator", "load_generator"]
 

@@ -14,7 +14,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.networks import outline
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.images import ImageStore, load_files
-from isda.experiments.training.lane import Lane
+from isda.experiments.training.training_step import Lane
 from isda.experiments.training.width import fastest_width
 
 __all__ = [

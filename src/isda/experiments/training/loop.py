@@ -32,7 +32,6 @@ from isda.experiments.training.device import choose_kernels, join_processes, kee
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
 from isda.experiments.training.images import kept_images
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.predicted_images import predictions_of
@@ -40,6 +39,7 @@ from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.start import create_folders, finished_runs, require_weights
 from isda.experiments.training.tensorboard import create_writer, require_tensorboard
+from isda.experiments.training.training_step import Lane
 
 __all__ = ["Plan", "train"]
 

@@ -12,7 +12,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.predictions import Predictions
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.groups import Plan, load_images, own_images
-from isda.experiments.training.lane import Lane
+from isda.experiments.training.training_step import Lane
 
 __all__ = ["predictions_of", "thumbnails"]
 

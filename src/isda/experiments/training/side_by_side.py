@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from isda import distributed
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.memory import is_out_of_memory
+from isda.experiments.training.training_step import Lane
 
 __all__ = ["CapturedSteps", "SideBySide", "graph_sizes"]
 

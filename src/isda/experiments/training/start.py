@@ -11,8 +11,8 @@ from isda.experiments.networks import find_weights
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
+from isda.experiments.training.training_step import Lane
 
 __all__ = ["create_folders", "finished_runs", "require_fit", "require_weights"]
 

@@ -26,9 +26,9 @@ from isda.experiments.networks import NETWORKS, own_image_size
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import choose_kernels
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.memory import is_out_of_memory, peak_host_memory
 from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.training_step import Lane
 
 __all__ = [
     "SHAPES",

@@ -19,9 +19,9 @@ from isda.experiments.errors import WriteError
 from isda.experiments.files import write_text
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.failures import free_memory
-from isda.experiments.training.lane import Lane
 from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.side_by_side import SideBySide
+from isda.experiments.training.training_step import Lane
 
 __all__ = ["candidates", "choose_width", "fastest_width"]
 

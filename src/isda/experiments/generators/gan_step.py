@@ -1,7 +1,7 @@
 """One GAN and its training step: the steps of the critic and one of the generator.
 
 The step never synchronises, draws its random numbers from a key, and can be captured as a whole,
-like that of a :class:`~isda.experiments.training.lane.Lane`.
+like that of a :class:`~isda.experiments.training.training_step.Lane`.
 """
 
 import copy
