@@ -68,7 +68,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         for stream in (sys.stdout, sys.stderr):
             getattr(stream, "reconfigure", lambda errors: None)(errors="replace")
-        print(USAGE)
+        try:
+            print(USAGE, flush=True)
+        except BrokenPipeError:  # the reader, such as head, has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
         return 0
     from isda.experiments import cli
 

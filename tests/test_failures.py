@@ -268,3 +268,14 @@ def test_interrupted_at_any_time(processes: str, seconds: float, tmp_path: Path)
     assert command.returncode == 130
     assert "Traceback" not in printed
     assert "isda: interrupted" in printed
+
+
+def test_help_into_a_closed_pipe() -> None:
+    """As by ``isda --help | true``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "isda_command", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == ""
