@@ -39,7 +39,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint
+test: lint $(VENV)/docs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/test_kernels.py
 

@@ -181,6 +181,7 @@ def test_a_formula_that_cannot_be_typeset_ends_the_build() -> None:
 
 def test_notebook(tmp_path: Path) -> None:
     """Text, code, output and figures become a page; a script without figures is refused."""
+    pytest.importorskip("mkdocs")
     notebook = load("notebook")
     script = tmp_path / "cells.py"
     cells = [

@@ -336,7 +336,7 @@ def test_processes_end_with_the_command(options: Options) -> None:
     process = multiprocessing.get_context("spawn").Process(target=leave_processes, args=(options,))
     process.start()
     folders = [options.out / "long" / str(seed) for seed in (0, 1)]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not all((folder / "checkpoint.pt").exists() for folder in folders):
         assert time.monotonic() < deadline
         time.sleep(0.05)
