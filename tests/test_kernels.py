@@ -318,14 +318,9 @@ def test_count_step(bad):
         index[1100] = bad
     results = []
     for function, where in ((cuda.count_step, DEVICE), (cpu.count_step, "cpu")):
-        for world_size, mean, progress in (
-            (1, True, None),
-            (3, True, None),
-            (1, False, torch.tensor([0.75], dtype=torch.float64)),
-        ):
+        for world_size, mean, total_steps in ((1, True, 20), (3, True, 20), (1, False, 4)):
             step, problem = torch.tensor(5, device=where), torch.tensor(0, device=where)
-            given = progress if progress is None else progress.to(where)
-            values = function(step, problem, index.to(where), 0.5, 20, world_size, mean, given)
+            values = function(step, problem, index.to(where), 0.5, total_steps, world_size, mean)
             results.append([step, problem, *values])
     for left, right in zip(results[:3], results[3:], strict=True):
         for one, other in zip(left, right, strict=True):
@@ -335,7 +330,7 @@ def test_count_step(bad):
     assert strength == 0.125
     assert scale.item() == pytest.approx(0 if bad else 3 / 901)
     assert bool((index == -1).all()) == bool(bad)
-    assert results[2][-1] == 0.375
+    assert results[2][-1] == 0.5  # beyond the last step
 
 
 @pytest.mark.parametrize("size", [1, 2500])

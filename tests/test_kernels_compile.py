@@ -114,7 +114,7 @@ def test_the_other_kernels(launches):
     moments, features, target, weight = draw(20, 300, 130)
     index = cuda.screen(features.bfloat16(), target, 300, -100)
     step = torch.zeros((), dtype=torch.int64)
-    index, scale, strength = cuda.count_step(step, step.clone(), index, 0.5, 100, 1, True, None)
+    index, scale, strength = cuda.count_step(step, step.clone(), index, 0.5, 100, 1, True)
     for precision in ("high", "medium"):
         found = class_statistics.class_statistics(target, 300)
         copies = torch.zeros(20, (3 if precision == "high" else 1) * 130, 130, dtype=torch.bfloat16)

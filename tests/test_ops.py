@@ -181,10 +181,7 @@ def test_operators_are_registered_correctly(diagonal, device):
     step = torch.zeros((), dtype=torch.int64, device=device)
     calls = [
         (torch.ops.isda.screen.default, (features, target, 13, -100)),
-        (
-            torch.ops.isda.count_step.default,
-            (step, step.clone(), target, 0.5, 10, 1, True, None),
-        ),
+        (torch.ops.isda.count_step.default, (step, step.clone(), target, 0.5, 10, 1, True)),
         (torch.ops.isda.update_.default, (single, features, target, 0.9)),
     ]
     if not diagonal:

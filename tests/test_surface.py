@@ -398,11 +398,19 @@ def test_repr_shows_every_option():
     for kind in (ISDALoss, isda.ISDABCEWithLogitsLoss):
         text = repr(kind(A, C, weight=torch.ones(C)))
         for name in inspect.signature(kind).parameters:
-            if name in ("num_features", "num_classes", "covariance", "process_group"):
+            if name in ("num_features", "num_classes", "covariance"):
                 continue
             assert f"{name}=" in text, name
         assert "FullCovariance" in text
         assert "tensor of shape (5,)" in text
+
+    class Constant:  # no module, which would be shown as a child
+        def update(self, features: Tensor, target: Tensor) -> None: ...
+
+        def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
+            return torch.ones(len(target), len(weight))
+
+    assert "covariance=<" in repr(ISDALoss(A, C, covariance=Constant()))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from isda import checks, distributed, ops
 from isda.capture import Capture
 from isda.covariance import Estimator
-from isda.criterion import Ramp
+from isda.criterion import Criterion, Ramp
 from isda.functional.losses import Reduction
-from isda.heads import Head, require_criterion, require_heads, require_model
+from isda.heads import Head, LinearLayer, require_criterion, require_heads, require_model
 from isda.loss import ISDALoss
 from isda.pairing import Resizing, Rows, classes_second, pair_rows
 
@@ -104,9 +104,8 @@ def attach(
     require_model(model)
     heads = require_heads(model, head)
     if criterion is None:
-        num_features = sum(each.weight.shape[1] for each in heads)  # type: ignore[index, misc]
-        num_classes = len(heads[0].weight)  # type: ignore[arg-type]
-        criterion = ISDALoss(num_features, num_classes, **options)
+        num_features = sum(each.weight.shape[1] for each in heads)
+        criterion = ISDALoss(num_features, len(heads[0].weight), **options)
     else:
         require_criterion(criterion)
         defaults: dict[str, Any] = attach.__kwdefaults__  # type: ignore[assignment]
@@ -131,11 +130,12 @@ class AttachedLoss(nn.Module):
     with the criterion, or by ``remove()``. A weight sharded by FSDP2 is gathered for each call.
     """
 
+    criterion: Criterion  # or another loss that is called like an ISDALoss
     mismatch: Tensor
 
-    def __init__(self, heads: Sequence[nn.Module], criterion: nn.Module) -> None:
+    def __init__(self, heads: Sequence[LinearLayer], criterion: nn.Module) -> None:
         super().__init__()
-        self.criterion = criterion
+        self.criterion = criterion  # type: ignore[assignment]
         self.register_buffer("mismatch", torch.zeros((), dtype=torch.bool), persistent=False)
         self._captures = [Capture() for _ in heads]
         self._warned = False
@@ -147,7 +147,7 @@ class AttachedLoss(nn.Module):
             for head, capture in zip(heads, self._captures, strict=True)
         ]
         self._remove_hooks_with_criterion()
-        self.to(heads[0].weight.device)  # type: ignore[arg-type]
+        self.to(heads[0].weight.device)
 
     def forward(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
         """Loss of the last batch of the model.
@@ -171,7 +171,7 @@ class AttachedLoss(nn.Module):
             training = training and head.training
             features.append(capture.features)
             capture.features = None  # used once
-        weight: Tensor = self.heads[0].weight  # type: ignore[assignment]
+        weight, bias = self.heads[0].weight, self.heads[0].bias
         if not training:
             compiling = torch.compiler.is_compiling()
             if self.training and logits.requires_grad and not (self._warned or compiling):
@@ -184,7 +184,6 @@ class AttachedLoss(nn.Module):
             logits, target = classes_second(logits, target, len(weight), classes_last=last)
             value: Tensor = evaluate(logits, target)
             return value
-        bias: Tensor | None = self.heads[0].bias  # type: ignore[assignment]
         sharded = hasattr(weight, "device_mesh") or weight.numel() == 0  # DTensor, or ZeRO-3
         if sharded or len(self.heads) > 1:
             weight, bias = self.gather_parameters()
@@ -204,51 +203,46 @@ class AttachedLoss(nn.Module):
     @property
     def estimator(self) -> Estimator:
         """The statistics of the criterion."""
-        estimator: Estimator = self.criterion.estimator  # type: ignore[assignment]
-        return estimator
+        return self.criterion.estimator
 
     @property
     def strength(self) -> float:
         """λ of the next step, see :attr:`isda.ISDALoss.strength`."""
-        strength: float = self.criterion.strength  # type: ignore[assignment]
-        return strength
+        return self.criterion.strength
 
     @property
     def total_steps(self) -> int | None:
         """Number of steps of the whole training; can be set before the first step."""
-        steps: int | None = self.criterion.total_steps  # type: ignore[assignment]
-        return steps
+        return self.criterion.total_steps
 
     @total_steps.setter
     def total_steps(self, total_steps: int | None) -> None:
-        self.criterion.total_steps = total_steps  # type: ignore[assignment]
+        self.criterion.total_steps = total_steps
 
     @property
     def frozen(self) -> bool:
         """Whether the statistics are used without updating them; can be changed at any time."""
-        frozen: bool = self.criterion.frozen  # type: ignore[assignment]
-        return frozen
+        return self.criterion.frozen
 
     @frozen.setter
     def frozen(self, frozen: bool) -> None:
-        self.criterion.frozen = frozen  # type: ignore[assignment]
+        self.criterion.frozen = frozen
 
     @property
     def lambda_0(self) -> float:
         """Final strength λ₀ of the augmentation; can be changed at any time."""
-        lambda_0: float = self.criterion.lambda_0  # type: ignore[assignment]
-        return lambda_0
+        return self.criterion.lambda_0
 
     @lambda_0.setter
     def lambda_0(self, lambda_0: float) -> None:
         checks.require_ramp(lambda_0, None, "linear")
-        self.criterion.lambda_0 = lambda_0  # type: ignore[assignment]
+        self.criterion.lambda_0 = lambda_0
 
     def gather_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight (C, A) and bias (C,) of the final layer, or of several together."""
         weights, biases = [], []
         for head in self.heads:
-            weight = distributed.full_tensor(head.weight)  # type: ignore[arg-type]
+            weight = distributed.full_tensor(head.weight)
             if weight.numel() == 0:
                 raise ValueError(
                     f"the weight of the attached layer has shape {tuple(weight.shape)} outside of "
@@ -257,16 +251,17 @@ class AttachedLoss(nn.Module):
                 )
             weights.append(weight.flatten(1))
             if head.bias is not None:
-                biases.append(distributed.full_tensor(head.bias))  # type: ignore[arg-type]
+                biases.append(distributed.full_tensor(head.bias))
         return torch.cat(weights, 1), sum(biases) if biases else None  # type: ignore[return-value]
 
     def check(self) -> None:
         """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
         mismatch = bool(self.mismatch)
         self.mismatch.zero_()
+        check = getattr(self.criterion, "check", None)
         try:
-            if hasattr(self.criterion, "check"):
-                self.criterion.check()  # type: ignore[operator]
+            if check is not None:
+                check()
         except ValueError:
             if not mismatch:  # which replaced the features by NaN
                 raise
@@ -295,7 +290,7 @@ class AttachedLoss(nn.Module):
     def _refuse(self) -> None:
         """Make the other ranks raise, too, instead of waiting for this one."""
         if self.training and hasattr(self.criterion, "refuse"):
-            self.criterion.refuse()  # type: ignore[operator]
+            self.criterion.refuse()
 
     def _require_pair(
         self,

@@ -1,11 +1,11 @@
 """What the criteria refuse, and how a GPU reports it without a synchronisation.
 
 Shapes, dtypes and devices are checked on the host before anything changes. Bad values (NaN
-features, targets out of range) would spoil the statistics for good. On a CPU they raise at once.
-On a GPU the host must not wait for them: ``ops.screen`` marks bad samples with a negative class
-index, ``ops.count_step`` turns the whole batch into skipped samples and keeps a flag on the device,
-and the error is raised where the host synchronises anyway, such as in ``state_dict()``. In the same
-way ``ops.watch`` notes a loss that is no longer finite.
+features, targets out of range) would spoil the statistics for good: ``ops.screen`` marks bad
+samples with a negative class index, and ``ops.count_step`` turns the whole batch into skipped
+samples and sets a flag on the device. ``ops.watch`` sets it for a loss that is not finite. On a CPU
+the flag raises at the end of the same call. On a GPU the host must not wait for it, so the error is
+raised where the host synchronises anyway, such as in ``state_dict()``.
 """
 
 from numbers import Real
@@ -22,11 +22,9 @@ __all__ = [
     "OVERFLOW",
     "REFUSED",
     "SKIP",
-    "is_scalar",
     "known_on_host",
     "logits_differ",
     "overflow_message",
-    "problem_in",
     "problem_message",
     "require_call",
     "require_class_weight",
@@ -42,7 +40,7 @@ SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
 REFUSED, OVERFLOW = 3, 4
 """Problem numbers of a batch that another rank has refused, and of a loss that is not finite.
 
-1 and 2: see :func:`problem_in`.
+1 and 2 are bad features and a bad target: SKIP − the code of the sample.
 """
 
 LARGEST = 1e15
@@ -174,13 +172,6 @@ def known_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def is_scalar(strength: float | Tensor) -> bool:
-    """Whether a strength is a single number that needs no gradient."""
-    return not isinstance(strength, Tensor) or (
-        strength.numel() == 1 and not strength.requires_grad
-    )
-
-
 @torch.no_grad()
 def logits_differ(
     features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, *, at_once: bool
@@ -210,12 +201,6 @@ def logits_differ(
     size = size + features.norm(dim=1) * weight.norm() / weight.shape[1] ** 0.5
     wrong = (expected - logits).norm(dim=1) > _TOLERANCE * size + 1e-6  # false for NaN
     return wrong.any()
-
-
-def problem_in(index: Tensor) -> Tensor:
-    """0 for a good batch, 1 for bad features, 2 for a bad target; see the codes above."""
-    least = torch.cat([index, index.new_full((1,), SKIP)]).amin()  # an empty batch is good
-    return (SKIP - least).clamp(min=0)
 
 
 def overflow_message(strength: float, quadratic: float) -> str:

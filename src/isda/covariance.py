@@ -170,7 +170,8 @@ class Covariance(nn.Module):
             raise ValueError(f"target must be class indices (N,), got {tuple(target.shape)}")
         if checks.known_on_host(features):
             index = ops.screen(features, target.clamp(min=SKIP), self.num_classes, SKIP)
-            if problem := int(checks.problem_in(index)):
+            if (index < SKIP).any():
+                problem = SKIP - int(index.min())
                 raise ValueError(checks.problem_message(problem, self.num_classes, SKIP))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Covariance":

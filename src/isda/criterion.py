@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isda import checks, distributed
-from isda.covariance import COVARIANCES, Covariance, Estimator
+from isda import checks, distributed, functional
+from isda.covariance import COVARIANCES, Covariance, Estimator, require_covariance_index
 from isda.functional.losses import Reduction, require_reduction
 
 __all__ = ["Criterion", "Ramp"]
@@ -97,12 +97,40 @@ class Criterion(nn.Module):
 
     def extra_repr(self) -> str:
         weight = None if self.weight is None else f"tensor of shape ({self.num_classes},)"
+        group = self.process_group and dist.get_process_group_ranks(self.process_group)
+        # a module is shown as a child
+        other = "" if isinstance(self.estimator, nn.Module) else f"covariance={self.estimator!r}, "
         return (
             f"{self.num_features}, {self.num_classes}, lambda_0={self.lambda_0}, "
-            f"total_steps={self.total_steps}, ramp={self.ramp!r}, weight={weight}, "
+            f"total_steps={self.total_steps}, {other}ramp={self.ramp!r}, weight={weight}, "
             f"reduction={self.reduction!r}, max_shift={self.max_shift}, frozen={self.frozen}, "
-            f"synchronize={self.synchronize}"
+            f"synchronize={self.synchronize}, process_group={group}"
         )
+
+    def _require_call(self, exchange: bool, **arguments: Any) -> None:
+        """Raise for arguments of a wrong type, device, dtype or shape.
+
+        Args:
+            exchange: whether the other ranks wait for this one, so that they must raise, too.
+            arguments: see :func:`isda.checks.require_call`.
+        """
+        try:
+            checks.require_call(
+                self.num_features, self.num_classes, criterion=self.step, **arguments
+            )
+            if arguments.get("covariance_index") is not None:
+                require_covariance_index(self.estimator)
+        except (TypeError, ValueError):
+            if exchange:
+                self.refuse()
+            raise
+
+    def _strength_at(self, progress: float | Tensor) -> Tensor:
+        """λ at a progress t/T, on the device of the criterion."""
+        device = self.step.device
+        if not isinstance(progress, Tensor):  # full: unlike a copy, it can be captured in a graph
+            progress = torch.full((), progress, dtype=torch.float64, device=device)
+        return functional.ramped_strength(self.lambda_0, progress.to(device).reshape(()))
 
     def _require_total_steps(self) -> int:
         if self._total_steps is None:

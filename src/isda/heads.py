@@ -2,21 +2,31 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-__all__ = ["Head", "find_head", "require_criterion", "require_heads", "require_model"]
+__all__ = [
+    "Head",
+    "LinearLayer",
+    "find_head",
+    "require_criterion",
+    "require_heads",
+    "require_model",
+]
 
 Head: TypeAlias = nn.Module | str
 """A layer of the model, or its name as in ``model.named_modules()``."""
 
+LinearLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+"""Layers that can be attached to; convolutions if they are 1×1."""
+
 _KINDS = "an nn.Linear or a 1×1 convolution (stride 1, no padding, one group)"
 
 
-def find_head(model: nn.Module) -> nn.Module:
+def find_head(model: nn.Module) -> LinearLayer:
     """Final layer of a model: timm's ``get_classifier()``, else the last linear layer.
 
     Linear layers are ``nn.Linear`` and 1×1 convolutions. A second one of the same kind with as many
@@ -48,7 +58,7 @@ def find_head(model: nn.Module) -> nn.Module:
     return last
 
 
-def require_heads(model: nn.Module, head: Head | Sequence[Head] | None) -> tuple[nn.Module, ...]:
+def require_heads(model: nn.Module, head: Head | Sequence[Head] | None) -> tuple[LinearLayer, ...]:
     """The layers meant by ``head=``: one, or several whose outputs are summed."""
     if head is None:
         given: Sequence[Head] = [find_head(model)]
@@ -104,7 +114,7 @@ def require_criterion(criterion: Any) -> None:
         ) from None
 
 
-def _require_head(model: nn.Module, head: Head) -> nn.Module:
+def _require_head(model: nn.Module, head: Head) -> LinearLayer:
     if isinstance(head, str):
         layers = {**dict(model.named_modules()), **dict(_unwrap(model).named_modules())}
         if head not in layers:
@@ -141,12 +151,11 @@ def _unwrap(model: nn.Module) -> Any:
     return inner
 
 
-def _num_outputs(head: nn.Module) -> int:
-    outputs: int = head.out_features if isinstance(head, nn.Linear) else head.out_channels  # type: ignore[assignment]
-    return outputs
+def _num_outputs(head: LinearLayer) -> int:
+    return head.out_features if isinstance(head, nn.Linear) else head.out_channels
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> TypeGuard[LinearLayer]:
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         simple = (module.kernel_size, module.stride, module.groups)
         ones = (1,) * len(module.kernel_size)

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from isda import checks, distributed, functional, ops
 from isda.checks import BAD_TARGET, OVERFLOW, SKIP
-from isda.covariance import Estimator, FullCovariance, require_covariance_index
+from isda.covariance import Estimator, FullCovariance
 from isda.criterion import Criterion, Ramp
 from isda.distributed import ShardedCovariance
-from isda.functional.losses import Reduction, flatten
+from isda.functional.losses import Reduction, flatten, flatten_target
 
 __all__ = ["ISDALoss"]
 
@@ -140,35 +140,25 @@ class ISDALoss(Criterion):
             update: False to leave the statistics and the step count as they are, for a second loss
                 in the same training step; λ is that of the last counted step.
         """
-        try:
-            checks.require_call(
-                self.num_features,
-                self.num_classes,
-                features=features,
-                weight=weight,
-                target=target,
-                bias=bias,
-                logits=logits,
-                progress=progress,
-                covariance_index=covariance_index,
-                criterion=self.step,
-            )
-            if covariance_index is not None:
-                require_covariance_index(self.estimator)
-        except (TypeError, ValueError):
-            if self.training:
-                self.refuse()
-            raise
+        self._require_call(
+            self.training,
+            features=features,
+            weight=weight,
+            target=target,
+            bias=bias,
+            logits=logits,
+            progress=progress,
+            covariance_index=covariance_index,
+        )
         if logits is None:
             logits = F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
+        if not self.training:
+            return self.evaluate(logits, target)
+        positions = features.shape[:1] + features.shape[2:]
+        if features.dim() > 2:
+            features, logits, target = flatten(features), flatten(logits), flatten_target(target)
+        learn = update and not self.frozen
         with torch.autocast(features.device.type, enabled=False):
-            if not self.training:
-                return self.evaluate(logits, target)
-            positions = features.shape[:1] + features.shape[2:]
-            if features.dim() > 2:
-                features, logits = flatten(features), flatten(logits)
-                target = flatten(target) if target.is_floating_point() else target.flatten()
-            learn = update and not self.frozen
             batch = self._gather(features.detach(), target, covariance_index, learn)
             batch, scale, strength = self._count_step(batch, target, progress, update)
             quadratic = self._update(batch, weight, target, covariance_index, learn)
@@ -176,7 +166,7 @@ class ISDALoss(Criterion):
                 quadratic = functional.limit_shift(quadratic, strength, self.max_shift)
             loss = ops.isda_cross_entropy(
                 logits,
-                target if target.is_floating_point() else batch.own_index,
+                target if target.is_floating_point() else batch.index[batch.own],
                 quadratic,
                 strength=strength,
                 scale=scale,
@@ -185,7 +175,12 @@ class ISDALoss(Criterion):
                 ignore_index=SKIP,
                 reduction=self.reduction,
             )
-            self._watch(loss, quadratic, strength, batch.world_size)
+            ops.watch(
+                self.problem, self.overflow, loss.detach(), quadratic.detach(), strength.detach()
+            )
+        alone = batch.world_size == 1  # otherwise the other ranks hear of it in the next _gather
+        if checks.known_on_host(loss) and self.problem and (alone or self.problem != OVERFLOW):
+            self.check()
         return loss.view(positions) if self.reduction == "none" else loss
 
     @torch.no_grad()
@@ -200,23 +195,12 @@ class ISDALoss(Criterion):
             features (N, A) or (N, A, ...), target (N,) or (N, ...), or probabilities (N, C) or (N,
             C, ...).
         """
-        try:
-            checks.require_call(
-                self.num_features,
-                self.num_classes,
-                features=features,
-                target=target,
-                criterion=self.step,
-            )
-        except (TypeError, ValueError):
-            self.refuse()
-            raise
-        if features.dim() > 2:
-            features = flatten(features)
-            target = flatten(target) if target.is_floating_point() else target.flatten()
-        batch = self._gather(features, target, None, True)
+        self._require_call(True, features=features, target=target)
+        batch = self._gather(flatten(features), flatten_target(target), None, True)
         batch, _, _ = self._count_step(batch, target, 0.0, False)
         self.estimator.update(batch.features, batch.index)
+        if checks.known_on_host(features):
+            self.check()
 
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
         """Ordinary cross entropy, as in eval mode."""
@@ -236,10 +220,7 @@ class ISDALoss(Criterion):
             ValueError: a batch with bad features or a bad target, which was left out.
             FloatingPointError: a loss that is not finite.
         """
-        problem = int(self.problem)
-        if problem:
-            self.problem.zero_()
-            raise self._error(problem)
+        self._raise(int(self.problem))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Buffers of the criterion and its estimator; calls :meth:`check` first."""
@@ -255,10 +236,7 @@ class ISDALoss(Criterion):
     def _gather(
         self, features: Tensor, target: Tensor, covariance_index: Tensor | None, learn: bool
     ) -> "_Batch":
-        """Samples of all ranks with their class indices. On a CPU, a bad batch raises here.
-
-        On a GPU the class indices of bad samples are negative codes, see ``isda/checks.py``.
-        """
+        """Samples of all ranks; the class indices of bad ones are negative codes of ``checks``."""
         if target.is_floating_point():
             index = ops.screen(features, target.argmax(1), self.num_classes, SKIP)
             valid = target.isfinite().all(1) & (target.sum(1) != 0)
@@ -269,41 +247,31 @@ class ISDALoss(Criterion):
             chosen = covariance_index.flatten()
             valid = (index == SKIP) | ((chosen >= 0) & (chosen < self.num_classes))
             index = torch.where(valid, index, BAD_TARGET)
-        number = size = len(index)
-        world_size = distributed.world_size(self.process_group) if self.synchronize else 1
-        if not torch.compiler.is_compiling():
-            problem = int(checks.problem_in(index)) if index.device.type == "cpu" else 0
-            if world_size > 1:
-                if index.device.type == "cpu":  # a loss of one rank that was not finite
-                    problem = max(problem, int(self.problem))
-                size, problem = distributed.agree(size, problem, self.process_group)
-            if problem:
-                self.problem.zero_()
-                raise self._error(problem)
+        group = self.process_group
+        world_size = distributed.world_size(group) if self.synchronize else 1
         if world_size == 1:
-            return _Batch(features, index, index, None, 1)
+            return _Batch(features, index, slice(None), 1)
+        number = size = len(index)
+        if not torch.compiler.is_compiling():
+            # the loss of one rank may have been infinite in the last step
+            problem = int(self.problem) if index.device.type == "cpu" else 0
+            size, problem = distributed.agree(size, problem, group)
+            self._raise(problem)
         if learn:
-            features, index = distributed.gather_batch(
-                features, index, self.process_group, size=size
-            )
+            features, index = distributed.gather_batch(features, index, group, size=size)
         else:
-            index = distributed.gather_target(index, self.process_group, size=size)
-        start = size * distributed.rank(self.process_group)
-        own = slice(start, start + number)
-        return _Batch(features, index, index[own], own, world_size)
+            index = distributed.gather_target(index, group, size=size)
+        start = size * distributed.rank(group)
+        return _Batch(features, index, slice(start, start + number), world_size)
 
     def _count_step(
         self, batch: "_Batch", target: Tensor, progress: float | Tensor | None, update: bool
-    ) -> tuple["_Batch", Tensor, float | Tensor]:
-        """The batch (all of it skipped if it is bad), the factor of the summed losses, and λ."""
-        if self._total_steps is None and self.ramp == "linear" and progress is None:
+    ) -> tuple["_Batch", Tensor, Tensor]:
+        """The batch, the factor of the summed losses, and λ. A bad batch is skipped as a whole."""
+        if self.ramp == "constant":
+            progress = 1.0
+        if progress is None and self._total_steps is None:
             self._require_total_steps()
-        on_device = (
-            isinstance(progress, Tensor)
-            and progress.device == batch.index.device
-            and not progress.requires_grad
-        )
-        strength: float | Tensor
         index, scale, strength = ops.count_step(
             self.step if update else (self.step - 1).clamp(min=0),
             self.problem,
@@ -312,18 +280,14 @@ class ISDALoss(Criterion):
             self._total_steps or 1,
             batch.world_size,
             self.reduction == "mean",
-            progress if on_device else None,
         )
-        if self.ramp == "constant":
-            strength = self.lambda_0
-        elif progress is not None and not on_device:
-            strength = functional.ramped_strength(self.lambda_0, progress)
+        if progress is not None:
+            strength = self._strength_at(progress)
         if self.weight is not None and self.reduction == "mean" and not target.is_floating_point():
             total = torch.where(index < 0, 0.0, self.weight.double()[index.clamp(min=0)]).sum()
             total = torch.where(total == 0, 1.0, total)
             scale = torch.where(scale == 0, 0.0, batch.world_size / total)
-        own_index = index if batch.own is None else index[batch.own]
-        return batch._replace(index=index, own_index=own_index), scale, strength
+        return batch._replace(index=index), scale, strength
 
     def _update(
         self,
@@ -337,8 +301,9 @@ class ISDALoss(Criterion):
 
         For class probabilities the margins are relative to every label.
         """
-        soft, own, estimator = target.is_floating_point(), batch.own_index, self.estimator
-        simple = batch.own is None and covariance_index is None and not soft
+        soft, own = target.is_floating_point(), batch.index[batch.own]
+        estimator = self.estimator
+        simple = batch.world_size == 1 and covariance_index is None and not soft
         if learn and simple and type(estimator) is FullCovariance:  # no subclass: it may differ
             return ops.update_and_quadratic(
                 estimator.moments,
@@ -362,31 +327,20 @@ class ISDALoss(Criterion):
         rows = estimator.quadratic(weight, label.repeat(len(own)), **options)
         return rows.view(len(own), len(label), len(label))
 
-    def _watch(
-        self, loss: Tensor, quadratic: Tensor, strength: float | Tensor, world_size: int
-    ) -> None:
-        """Report a loss that is not finite: on a CPU at once, elsewhere at the next check."""
-        if not isinstance(strength, Tensor):
-            strength = torch.full((), strength, device=loss.device)
-        if loss.device.type != "cpu" or world_size > 1 or torch.compiler.is_compiling():
-            strength = strength.detach()
-            ops.watch(self.problem, self.overflow, loss.detach(), quadratic.detach(), strength)
-        elif not loss.isfinite().all() and strength > 0:
-            largest = quadratic.detach().nan_to_num(nan=torch.inf).max()
-            self.overflow.copy_(torch.stack([strength.detach().reshape(()), largest]))
-            raise self._error(OVERFLOW)
-
-    def _error(self, problem: int) -> Exception:
+    def _raise(self, problem: int) -> None:
+        """Raise the error of a problem number, if any."""
+        if not problem:
+            return
+        self.problem.zero_()
         if problem == OVERFLOW and self.overflow.any():
-            return FloatingPointError(checks.overflow_message(*self.overflow.tolist()))
-        return ValueError(checks.problem_message(problem, self.num_classes, self.ignore_index))
+            raise FloatingPointError(checks.overflow_message(*self.overflow.tolist()))
+        raise ValueError(checks.problem_message(problem, self.num_classes, self.ignore_index))
 
 
 class _Batch(NamedTuple):
     """Samples of all ranks."""
 
-    features: Tensor  # (M, A)
+    features: Tensor  # (M, A); of this rank alone if no statistics are updated
     index: Tensor  # type: ignore[assignment]  # (M,) classes, negative for samples to be skipped
-    own_index: Tensor  # (N,) classes of the samples of this rank
-    own: slice | None  # where these are among all; None on a single rank
+    own: slice  # the samples of this rank
     world_size: int

@@ -119,28 +119,15 @@ class ISDABCEWithLogitsLoss(Criterion):
             update: False to leave the statistics and the step count as they are, for a second loss
                 in the same training step; λ is that of the last counted step.
         """
-        try:
-            tensors = isinstance(target, Tensor) and isinstance(features, Tensor)
-            if tensors and (not target.is_floating_point() or features.dim() != 2):
-                raise ValueError(
-                    "target must be floating point of shape (N, C) for features of shape (N, A), "
-                    f"got {target.dtype} of shape {tuple(target.shape)} for {tuple(features.shape)}"
-                )
-            checks.require_call(
-                self.num_features,
-                self.num_classes,
-                features=features,
-                weight=weight,
-                target=target,
-                bias=bias,
-                logits=logits,
-                progress=progress,
-                criterion=self.step,
-            )
-        except (TypeError, ValueError):
-            if self.training:
-                self.refuse()
-            raise
+        self._require_call(
+            self.training,
+            features=features,
+            weight=weight,
+            target=target,
+            bias=bias,
+            logits=logits,
+            progress=progress,
+        )
         if logits is None:
             logits = F.linear(features, weight, bias)
         with torch.autocast(features.device.type, enabled=False):
@@ -186,8 +173,20 @@ class ISDABCEWithLogitsLoss(Criterion):
         weight = None if self.pos_weight is None else f"tensor of shape ({self.num_classes},)"
         return f"{super().extra_repr()}, pos_weight={weight}"
 
+    def _require_call(self, exchange: bool, **arguments: Any) -> None:
+        features, target = arguments["features"], arguments["target"]
+        tensors = isinstance(target, Tensor) and isinstance(features, Tensor)
+        if tensors and (not target.is_floating_point() or features.dim() != 2):
+            if exchange:
+                self.refuse()
+            raise ValueError(
+                "target must be floating point of shape (N, C) for features of shape (N, A), "
+                f"got {target.dtype} of shape {tuple(target.shape)} for {tuple(features.shape)}"
+            )
+        super()._require_call(exchange, **arguments)
+
     def _require_finite(
-        self, loss: Tensor, quadratic: Tensor, strength: float | Tensor, world_size: int
+        self, loss: Tensor, quadratic: Tensor, strength: Tensor, world_size: int
     ) -> None:
         """Raise on all ranks if the loss of one is not finite at λ > 0."""
         bad = bool(not loss.isfinite().all() and strength > 0)
@@ -200,14 +199,14 @@ class ISDABCEWithLogitsLoss(Criterion):
         if problem:
             raise ValueError(checks.problem_message(problem, self.num_classes, -100))
 
-    def _strength(self, progress: float | Tensor | None, update: bool) -> float | Tensor:
+    def _strength(self, progress: float | Tensor | None, update: bool) -> Tensor:
         """λ in force."""
         if self.ramp == "constant":
-            return self.lambda_0
-        if progress is None:
+            progress = 1.0
+        elif progress is None:
             step = self.step if update else (self.step - 1).clamp(min=0)
             progress = (step / self._require_total_steps()).clamp(max=1)
-        return functional.ramped_strength(self.lambda_0, progress)
+        return self._strength_at(progress)
 
     def _update(self, features: Tensor, target: Tensor, world_size: int, learn: bool) -> None:
         """Merge every sample of all ranks into the statistics of each of its classes."""

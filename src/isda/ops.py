@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.library import CustomOpDef, custom_op
 
 from isda import functional
-from isda.checks import is_scalar
 from isda.functional import Moments
 from isda.functional.losses import Reduction, flatten, require_reduction
 from isda.kernels import Products, cpu
@@ -126,7 +125,7 @@ def isda_cross_entropy(
     target: Tensor,
     quadratic: Tensor,
     *,
-    strength: float | Tensor,
+    strength: Tensor,
     scale: Tensor,
     class_weight: Tensor | None,
     label_smoothing: float,
@@ -152,14 +151,10 @@ def isda_cross_entropy(
         and class_weight is None
         and not label_smoothing
         and not target.is_floating_point()
-        and is_scalar(strength)
+        and not strength.requires_grad
     ):
-        if isinstance(strength, Tensor):
-            strength = strength.detach().to(logits.device, torch.float32)
-        else:
-            strength = torch.full((), strength, dtype=torch.float32, device=logits.device)
         loss, *_ = _fused_cross_entropy(
-            logits, quadratic, target, strength, scale, ignore_index, reduction != "none"
+            logits, quadratic, target, strength.float(), scale, ignore_index, reduction != "none"
         )
         return loss
     loss = functional.isda_cross_entropy(

@@ -1,7 +1,7 @@
 r"""The closed-form loss (Eq. 4), its binary form, and ordinary cross entropy."""
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ __all__ = [
     "Reduction",
     "cross_entropy",
     "flatten",
+    "flatten_target",
     "isda_binary_cross_entropy",
     "isda_cross_entropy",
     "isda_logits",
@@ -21,9 +22,10 @@ __all__ = [
 ]
 
 Reduction = Literal["mean", "sum", "none"]
+Number = TypeVar("Number", float, Tensor)
 
 
-def ramped_strength(lambda_0: float, progress: float | Tensor) -> float | Tensor:
+def ramped_strength(lambda_0: float, progress: Number) -> Number:
     r"""Strength λ = (t/T) λ₀ at progress t/T (Sec. 3.1)."""
     return lambda_0 * progress
 
@@ -151,11 +153,10 @@ def isda_loss(
     """
     shape = features.shape[:1] + features.shape[2:]
     logits = F.linear(flatten(features), weight, bias) if logits is None else flatten(logits)
+    target = flatten_target(target)
     if target.is_floating_point():
-        target = flatten(target)
         index = torch.arange(len(weight), device=weight.device)
     else:
-        target = target.reshape(-1)
         index = torch.where(target == ignore_index, 0, target)
     loss = isda_cross_entropy(
         logits,
@@ -260,6 +261,11 @@ def cross_entropy(
 def flatten(dense: Tensor) -> Tensor:
     """Move channels last and merge all positions: (N, A, ...) to (N', A)."""
     return dense if dense.dim() == 2 else dense.movedim(1, -1).flatten(0, -2)
+
+
+def flatten_target(target: Tensor) -> Tensor:
+    """Class indices (N, ...) to (N',), or class probabilities (N, C, ...) to (N', C)."""
+    return flatten(target) if target.is_floating_point() else target.flatten()
 
 
 def require_reduction(reduction: str) -> None:

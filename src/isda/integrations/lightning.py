@@ -95,7 +95,7 @@ class ISDACallback(Callback):
         if self._is_given:
             return
         if trainer.global_step == 0:
-            self.criterion.criterion.step.zero_()  # type: ignore[operator]
+            self.criterion.criterion.step.zero_()
         updates = trainer.estimated_stepping_batches
         if not math.isfinite(updates) or updates < 1:
             raise ValueError(

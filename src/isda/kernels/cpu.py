@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isda.checks import BAD_FEATURES, BAD_TARGET, LARGEST, OVERFLOW, SKIP, problem_in
+from isda.checks import BAD_FEATURES, BAD_TARGET, LARGEST, OVERFLOW, SKIP
 from isda.functional.moments import Moments, batch_share, update_moments
 from isda.kernels import Products, ProductTensors
 
@@ -49,7 +49,6 @@ def count_step(
     total_steps: int,
     world_size: int,
     mean: bool,
-    progress: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Count a step; if its batch is bad, set the flag instead and skip all of its samples.
 
@@ -64,20 +63,18 @@ def count_step(
         total_steps: number of steps T of the whole training.
         world_size: number of ranks.
         mean: whether the loss is a mean.
-        progress: t/T, instead of the number of steps so far.
 
     Returns:
         the class indices; the factor of the sum of this rank's losses, 0 for a bad batch; and the
         strength λ = λ₀ t/T before this step. For a mean the factor is ``world_size / number of
         samples of all ranks``, because DistributedDataParallel averages the gradients.
     """
-    found = problem_in(index)
+    worst = F.pad(index, (0, 1), value=SKIP).amin()  # an empty batch is good
+    found = (SKIP - worst).clamp(min=0)  # 1: bad features, 2: bad target
     scale = torch.ones((), dtype=torch.float64, device=index.device)
     if mean:
         scale = world_size * scale / (index >= 0).sum().clamp(min=1)
-    if progress is None:
-        progress = (step.to(torch.float32) / total_steps).clamp(max=1)
-    strength = lambda_0 * progress.to(torch.float32).reshape(())
+    strength = lambda_0 * (step.to(torch.float32) / total_steps).clamp(max=1)
     step += (found == 0).long()
     problem.copy_(torch.maximum(problem, found))
     index = torch.where(found > 0, SKIP, index)

@@ -38,7 +38,6 @@ def count_step(
     total_steps: int,
     world_size: int,
     mean: bool,
-    progress: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``isda.kernels.cpu.count_step``."""
     valid = torch.empty_like(index)
@@ -48,7 +47,6 @@ def count_step(
         step,
         problem,
         index.contiguous(),
-        step if progress is None else progress,
         valid,
         scale,
         strength,
@@ -57,7 +55,6 @@ def count_step(
         float(total_steps),
         float(world_size),
         mean=mean,
-        counted=progress is None,
         block=min(power_of_2(max(len(index), 1)), 1024),
     )
     return valid, scale, strength
@@ -104,7 +101,6 @@ def _count_step(  # type: ignore[no-untyped-def]
     step,
     problem,
     index,
-    progress,
     valid,
     scale,
     strength,
@@ -113,7 +109,6 @@ def _count_step(  # type: ignore[no-untyped-def]
     total_steps,
     world_size,
     mean: tl.constexpr,
-    counted: tl.constexpr,
     block: tl.constexpr,
 ):
     counts = tl.zeros((block,), dtype=tl.int32)
@@ -134,11 +129,7 @@ def _count_step(  # type: ignore[no-untyped-def]
     if mean:
         factor = world_size / tl.maximum(number, 1).to(tl.float32)
     done = tl.load(step)
-    if counted:
-        ramp = tl.minimum(done.to(tl.float32) / total_steps, 1.0)
-    else:
-        ramp = tl.load(progress).to(tl.float32)
-    tl.store(strength, lambda_0 * ramp)
+    tl.store(strength, lambda_0 * tl.minimum(done.to(tl.float32) / total_steps, 1.0))
     tl.store(scale, tl.where(found > 0, 0.0, factor))
     tl.store(step, done + (found == 0).to(tl.int64))
     tl.store(problem, tl.maximum(tl.load(problem), found))
