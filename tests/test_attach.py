@@ -617,8 +617,9 @@ def test_training_in_eval_mode_warns_once(model, images, target):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         criterion(model(images), target)  # validation
-    with pytest.warns(UserWarning, match="ordinary cross entropy without augmentation"):
+    with pytest.warns(UserWarning, match="ordinary cross entropy without augmentation") as seen:
         criterion(model(images), target)
+    assert seen[0].filename == __file__  # the line of the user, not one of torch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         criterion(model(images), target)
@@ -647,8 +648,11 @@ def test_large_statistics_are_announced():
     with torch.device("meta"):
         with pytest.raises(ValueError, match="meta device: attach after to_empty"):
             attach(nn.Linear(2048, 1000))
-        with pytest.warns(UserWarning, match=r"take 15\.6 GiB; .*\"diagonal\" takes 7\.8 MiB"):
+        with pytest.warns(
+            UserWarning, match=r"take 15\.6 GiB; .*\"diagonal\" takes 7\.8 MiB"
+        ) as seen:
             ISDALoss(2048, 1000)
+        assert seen[0].filename == __file__
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ISDALoss(2048, 1000, covariance="diagonal")

@@ -112,12 +112,25 @@ def mistakes() -> dict:
         "lazy": (lambda: attach(lazy), "run one batch through the model"),
         "swapped": (
             lambda: attach(nn.CrossEntropyLoss(), model),
-            "model must have parameters, got CrossEntropyLoss without any; the order of the "
-            "arguments is attach(model, criterion)",
+            "model must have parameters to train, got CrossEntropyLoss without any; the call is "
+            "attach(model, criterion)",
         ),
         "swapped, attached": (
             lambda: attach(isda.ISDALoss(8, C), model),
-            "got ISDALoss without any; the order of the arguments is attach(model, criterion)",
+            "got ISDALoss without any; the call is attach(model, criterion)",
+        ),
+        "head of another type": (
+            lambda: attach(model, head=2),
+            "head must be a layer, its name, or a list of these, got 2",
+        ),
+        "several heads": (
+            lambda: attach(nn.ModuleDict({"low": nn.Linear(4, C), "high": nn.Linear(8, C)})),
+            "(low, high); pass head= with the name of one of them, or with a list of names if the "
+            "model adds their outputs",
+        ),
+        "option as criterion": (
+            lambda: attach(model, 0.5),
+            "criterion must be a loss module, got 0.5; options such as lambda_0= are passed by",
         ),
         "no module": (lambda: attach("resnet18"), "model must be an nn.Module, got str"),
         "cross entropy": (

@@ -4,7 +4,6 @@ A forward pre-hook on the final linear layer captures its input, so that the cri
 before, with logits and target.
 """
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -176,7 +175,7 @@ class AttachedLoss(nn.Module):
             compiling = torch.compiler.is_compiling()
             if self.training and logits.requires_grad and not (self._warned or compiling):
                 self._warned = True
-                warnings.warn(_EVAL_MODE, stacklevel=2)
+                checks.warn(_EVAL_MODE)
             evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
             last = self._classes_last
             if last is None:  # as the layer gives them

@@ -8,6 +8,8 @@ the flag raises at the end of the same call. On a GPU the host must not wait for
 raised where the host synchronises anyway, such as in ``state_dict()``.
 """
 
+import sys
+import warnings
 from numbers import Real
 
 import torch
@@ -32,6 +34,7 @@ __all__ = [
     "require_max_shift",
     "require_ramp",
     "require_total_steps",
+    "warn",
 ]
 
 SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
@@ -233,3 +236,14 @@ def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
         "of range (of target or covariance_index), or probabilities that are not finite or sum to "
         "0; the batch was left out of the statistics"
     )
+
+
+def warn(message: str) -> None:
+    """Warn at the first caller outside of isda and torch, the line that the user wrote."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "isda",
+        "torch",
+    ):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1,6 +1,5 @@
 """What ISDALoss and ISDABCEWithLogitsLoss share: statistics, ramp of λ, ranks and state."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -158,10 +157,9 @@ def _create_estimator(
             )
         size = 4 * num_classes * num_features**2 / 2**30
         if covariance == "full" and size > 1:
-            warnings.warn(
+            checks.warn(
                 f"full covariances of {num_classes} classes with {num_features} features take "
-                f'{size:.1f} GiB; covariance="diagonal" takes {1024 * size / num_features:.1f} MiB',
-                stacklevel=3,
+                f'{size:.1f} GiB; covariance="diagonal" takes {1024 * size / num_features:.1f} MiB'
             )
         return COVARIANCES[covariance](num_features, num_classes, decay=decay)
     if decay != 1.0:

@@ -53,7 +53,8 @@ def find_head(model: nn.Module) -> LinearLayer:
     if len(candidates) > 1:
         raise ValueError(
             f"model must have one final linear layer, found {len(candidates)} with {outputs} "
-            f"outputs ({', '.join(candidates[-4:])}); pass head= with the name of one of them"
+            f"outputs ({', '.join(candidates[-4:])}); pass head= with the name of one of them, or "
+            "with a list of names if the model adds their outputs"
         )
     return last
 
@@ -63,7 +64,7 @@ def require_heads(model: nn.Module, head: Head | Sequence[Head] | None) -> tuple
     if head is None:
         given: Sequence[Head] = [find_head(model)]
     else:
-        given = [head] if isinstance(head, nn.Module | str) else head
+        given = head if isinstance(head, list | tuple) else [head]  # type: ignore[list-item]
     heads = tuple(_require_head(model, each) for each in given)
     if not heads:
         raise ValueError(f"head must name at least one layer, got {head!r}")
@@ -81,8 +82,8 @@ def require_model(model: Any) -> None:
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     if next(model.parameters(), None) is None:
         raise ValueError(
-            f"model must have parameters, got {type(model).__name__} without any; the order of the "
-            "arguments is attach(model, criterion)"
+            f"model must have parameters to train, got {type(model).__name__} without any; the "
+            "call is attach(model, criterion)"
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
@@ -93,6 +94,11 @@ def require_model(model: Any) -> None:
 
 def require_criterion(criterion: Any) -> None:
     """Raise ValueError for a loss that cannot be called with features and weight."""
+    if not callable(criterion):
+        raise ValueError(
+            f"criterion must be a loss module, got {criterion!r}; options such as lambda_0= are "
+            "passed by name"
+        )
     try:
         call = inspect.signature(criterion.forward)
         call.bind("features", "weight", "target", bias=None, logits=None)
@@ -124,8 +130,10 @@ def _require_head(model: nn.Module, head: Head) -> LinearLayer:
                 f"{', '.join(names[-4:]) or 'none'}"
             )
         layer = layers[head]
-    else:
+    elif isinstance(head, nn.Module):
         layer = head
+    else:
+        raise ValueError(f"head must be a layer, its name, or a list of these, got {head!r}")
     if not any(layer is module for module in model.modules()):
         raise ValueError(f"head must be a module of the model, got {layer}")
     if not _is_linear(layer):
