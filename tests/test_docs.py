@@ -19,6 +19,8 @@ import torch
 
 import isda
 from isda.experiments.cost_records import read_costs
+from isda.experiments.errors import InputError
+from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import DEFAULT, RECIPES
 from isda.experiments.records import load_runs
 from isda.experiments.report.evidence import BLOCKS, comparisons, strengths
@@ -264,6 +266,17 @@ def test_written_figures(records, tmp_path: Path) -> None:
         "effect-light.svg",
         "effect-dark.svg",
     ]
+
+
+def test_records_without_anything_to_draw(records, tmp_path: Path) -> None:
+    own = [run for run in records if run.name in ("digits-resnet8-ce", "digits-resnet8-isda")]
+    with pytest.raises(InputError, match="nothing for a figure"):
+        write_figures(tmp_path / "none", own)
+    assert not (tmp_path / "none").exists()
+    others = [run for run in records if run.name not in PUBLISHED]
+    names = {file.name.partition("-")[0] for file in write_figures(tmp_path / "some", others)}
+    assert "effect" not in names
+    assert names
 
 
 def test_interval_of_a_mean() -> None:

@@ -281,6 +281,19 @@ def test_a_flipped_bit_in_a_checkpoint_is_noticed(tmp_path: Path, device) -> Non
         load_generator(folder.folder, device)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"epoch": 10**9}, {"epoch": True}, {"history": 5}, {"history": [{}] * 5}, {"lanes": []},
+     {"lanes": [{}]}, {"lanes": None}, {"image_shape": None}, {"num_images": "x"}],
+)  # fmt: skip
+def test_a_checkpoint_with_damaged_fields_is_not_used(change: dict, tmp_path: Path) -> None:
+    folder = train_gan(small("cgan", epochs=1), 0, options(tmp_path, "cpu"), progress=False)
+    state = folder.load()
+    torch.save({**state, **change}, folder.folder / "checkpoint.pt")
+    with pytest.raises(InputError, match=r"checkpoint\.pt is damaged|has changed since"):
+        train_gan(small("cgan", epochs=1), 0, options(tmp_path, "cpu", resume=True))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GANS)
 def test_a_captured_step_equals_an_eager_one(name: str) -> None:

@@ -1,6 +1,7 @@
 """Number of runs side by side: candidates, choice, and measurements that are kept."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,10 +76,15 @@ def test_measured_once_per_folder(data, monkeypatch, tmp_path: Path, capsys) -> 
     assert len(bench.timed) == 6
     path = tmp_path / "runs" / "side_by_side.json"
     assert len(json.loads(path.read_text())) == 2
-    for damage in ("[", "[]", json.dumps(dict.fromkeys(json.loads(path.read_text()), "no"))):
+    keys = json.loads(path.read_text())
+    wrong: list[object] = ["no", {}, {"0": 1.0}, {"-6": 1.0}, {"9": 1.0}, {"6": "1"}, {"6": -1.0}]
+    wrong += [{"4": math.nan, "6": 1.0}, {"6": True}, {"6": 10**400}, {"six": 1.0}, [6]]
+    damages = [json.dumps(dict.fromkeys(keys, value)) for value in wrong]
+    for number, damage in enumerate(["[", "[]", "[" * 100_000, *damages]):
         path.write_text(damage)
-        assert fastest_width(RECIPE, 10, 6, bench.lanes, options) == 6
-    assert len(bench.timed) == 15
+        bench.timed.clear()
+        assert fastest_width(RECIPE, 10, 6, bench.lanes, options) == 6, damage[:80]
+        assert bench.timed == [4, 6, 8], (number, damage[:80])
 
 
 def test_out_of_memory(data, monkeypatch, tmp_path: Path) -> None:

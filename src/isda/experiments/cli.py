@@ -46,7 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 run(words[0], words[1:])
         sys.stdout.flush()  # raises BrokenPipeError here, not at exit
     except StoppedElsewhere:
-        return 2  # another process says why
+        # another process says why and fails; torchrun would kill it at the first failed process
+        return 0
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2

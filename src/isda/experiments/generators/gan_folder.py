@@ -8,13 +8,14 @@ report never takes a GAN for a run.
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import sync_folder, write_text, writing
+from isda.experiments.files import read_bytes, sync_folder, write_text, writing
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.training.environment import environment
 from isda.experiments.training.run_folder import read_checkpoint
@@ -34,11 +35,14 @@ class GanFolder:
         path = self.folder / "gan.json"
         if not path.is_file():
             raise InputError(f"{self.folder} holds no GAN: {path.name} is missing")
+        content = read_bytes(path, most=2**20)
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(content)
             self.settings = GanSettings.from_dict(config["settings"])
-            self.seed = int(config["seed"])
-        except (ValueError, KeyError, TypeError) as error:
+            self.seed = config["seed"]
+            if type(self.seed) is not int:
+                raise TypeError(f"seed {self.seed!r}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {error}") from error
 
     @classmethod
@@ -80,19 +84,31 @@ class GanFolder:
             os.replace(new, path)
             sync_folder(self.folder)
 
-    def load(self) -> dict[str, Any] | None:
-        """The checkpoint on the CPU; None if there is none."""
+    def load(self, use: Callable[[dict[str, Any]], object] | None = None) -> dict[str, Any] | None:
+        """The checkpoint on the CPU; None if there is none.
+
+        Args:
+            use: called with the checkpoint; any exception but an InputError counts as damage.
+        """
         path = self.folder / "checkpoint.pt"
         if not path.exists():
             return None
         try:
             state = read_checkpoint(path)
-            own = state["settings"] == self.settings.as_dict() and state["seed"] == self.seed
+            if state["settings"] != self.settings.as_dict() or state["seed"] != self.seed:
+                raise InputError(
+                    f"{path} is the checkpoint of another GAN: restore that of this one"
+                )
+            epoch = state["epoch"]
+            if type(epoch) is not int or not len(state["history"]) == epoch <= self.settings.epochs:
+                raise ValueError(f"epoch must be from 0 to {self.settings.epochs}, got {epoch!r}")
+            if use is not None:
+                use(state)
+        except InputError:
+            raise
         except Exception as error:  # a damaged file can fail in any way
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError(f"{path} is damaged ({reason}): train the GAN again") from error
-        if not own:
-            raise InputError(f"{path} is the checkpoint of another GAN: restore that of this one")
         return state
 
 

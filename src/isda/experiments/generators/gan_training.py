@@ -98,14 +98,15 @@ def _train(
     progress: bool,
 ) -> None:
     settings, shape = folder.settings, tuple(data.image_shape)
-    history: list[dict[str, float]] = []
-    state = folder.load()
-    if state is not None:
+
+    def restore(state: dict[str, Any]) -> None:
         if (state["image_shape"], state["num_images"]) != ([*shape], len(data.train_target)):
             raise InputError(f"{settings.data} has changed since {folder.folder} was started")
         for lane, saved in zip(lanes, state["lanes"], strict=True):
             lane.load_state_dict(saved)
-        history = state["history"]
+
+    found = folder.load(restore)
+    history: list[dict[str, float]] = [] if found is None else found["history"]
 
     runner = CapturedSteps(lanes, capture=options.capture and data.train_images.is_cuda)
     steps = _steps_per_epoch(settings, lanes)

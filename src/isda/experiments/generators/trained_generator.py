@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,19 +109,21 @@ class TrainedGenerator(nn.Module):
 def load_generator(folder: Path | str, device: torch.device | str) -> TrainedGenerator:
     """The generator of a finished GAN; see :class:`GanFolder`."""
     found = GanFolder(folder)
-    state = found.load()
-    epochs = found.settings.epochs
+    settings, epochs = found.settings, found.settings.epochs
+    networks = []
+
+    def restore(state: dict[str, Any]) -> None:
+        labels = 0 if settings.per_class else state["num_classes"]
+        for lane in state["lanes"] if state["epoch"] == epochs else ():
+            network = Generator(settings, labels, tuple(state["image_shape"]))
+            network.load_state_dict(lane["average"])
+            networks.append(network.to(device))
+
+    state = found.load(restore)
     if state is None or state["epoch"] < epochs:
         done = 0 if state is None else state["epoch"]
         raise InputError(
             f"{found.folder} is not finished, {done} of {epochs} epochs: continue with isda gan "
-            f"train {found.settings.gan} --resume"
+            f"train {settings.gan} --resume"
         )
-    settings, shape = found.settings, tuple(state["image_shape"])
-    labels = 0 if settings.per_class else state["num_classes"]
-    networks = []
-    for lane in state["lanes"]:
-        network = Generator(settings, labels, shape)
-        network.load_state_dict(lane["average"])
-        networks.append(network.to(device))
-    return TrainedGenerator(settings, state["num_classes"], shape, networks)
+    return TrainedGenerator(settings, state["num_classes"], tuple(state["image_shape"]), networks)

@@ -10,13 +10,15 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from isda._version import __version__
 from isda.experiments.errors import WriteError
-from isda.experiments.files import write_text
+from isda.experiments.files import read_bytes, write_text
+from isda.experiments.metrics_lines import is_number
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.failures import free_memory
 from isda.experiments.training.memory import is_out_of_memory
@@ -77,9 +79,9 @@ def fastest_width(
     if len(numbers) == 1:
         return numbers[0]
     path = options.out / _FILE
-    known: dict[str, dict[str, float]] = {}
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
+    known: dict[str, Any] = {}
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(read_bytes(path, most=2**20))
         known = found if isinstance(found, dict) else {}
     seconds: dict[int, float] = {}
     key = ""
@@ -90,7 +92,7 @@ def fastest_width(
                 return min(runs, expected)
             key = _key(recipe, lanes[0].device, numbers)
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                return choose_width({int(n): float(value) for n, value in known[key].items()})
+                return choose_width(_measured(known[key], numbers))
             runner = SideBySide(list(lanes), capture=options.capture)
             seconds[number] = runner.seconds_per_step(recipe.batch_size)
         except Exception as error:
@@ -113,6 +115,16 @@ def fastest_width(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({**known, key: seconds}, indent=2) + "\n")
     return width
+
+
+def _measured(found: Mapping[str, Any], numbers: Sequence[int]) -> dict[int, float]:
+    """The times of an earlier command; raises ValueError if they cannot be those of the numbers."""
+    seconds = {int(number): value for number, value in found.items()}
+    if not (seconds.keys() <= {*numbers} and all(map(is_number, seconds.values()))):
+        raise ValueError(f"not times of {numbers}: {found}")
+    if not all(value > 0 for value in seconds.values()):
+        raise ValueError(f"not times: {found}")
+    return seconds
 
 
 def _key(recipe: Recipe, device: torch.device, numbers: Sequence[int]) -> str:
