@@ -108,7 +108,8 @@ def train_tokens(
     resume: bool | str | None = None,
     options: dict[str, Any] = CHEAP,
     callback: dict[str, Any] | None = None,
-    loss: str = "isda",
+    loss: str | None = "isda",
+    then_epochs: int = 0,
     **arguments: Any,
 ) -> dict[str, Any]:
     import transformers
@@ -134,6 +135,7 @@ def train_tokens(
     model = transformers.BertForTokenClassification(config)
     criterion = isda.attach(model, **options)
     functions = {
+        None: None,
         "isda": loss_func(criterion),
         "mean": lambda outputs, labels, num_items_in_batch=None: criterion(outputs.logits, labels),
     }
@@ -160,6 +162,9 @@ def train_tokens(
         callbacks=[ISDACallback(criterion, **callback or {})],
     )
     trainer.train(resume_from_checkpoint=resume)
+    if then_epochs:
+        trainer.args.num_train_epochs = then_epochs
+        trainer.train()
     return {
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "weights": [p.detach() for p in model.parameters()],
@@ -268,6 +273,34 @@ def test_trainer_checkpoint_in_another_folder(tmp_path):
     (tmp_path / "run" / "checkpoint-4" / "isda.pt").unlink()
     with pytest.raises(ValueError, match=r"load the model with from_pretrained"):
         train_tokens(tmp_path / "run", options=options, resume=elsewhere, **SAVE)
+
+
+def test_trainer_trains_twice(tmp_path):
+    """Each training has a ramp of its own, also if ``auto_find_batch_size`` starts it again."""
+    pytest.importorskip("transformers")
+    ours = train_tokens(tmp_path, options={"lambda_0": 2.0}, then_epochs=3)
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 24
+    given = {"lambda_0": 2.0, "total_steps": 32}
+    ours = train_tokens(tmp_path / "given", options=given, then_epochs=3)
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 32
+
+
+def test_trainer_whose_loss_is_another(tmp_path):
+    """What would train silently with another loss than was asked for."""
+    transformers = pytest.importorskip("transformers")
+    from isda.integrations.transformers import ISDACallback
+
+    with pytest.raises(ValueError, match=r"pass label_smoothing=0\.1 to isda\.attach instead"):
+        train_tokens(tmp_path, label_smoothing_factor=0.1)
+    train_tokens(tmp_path, options={**CHEAP, "label_smoothing": 0.1}, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match=r"without the criterion: pass compute_loss_func=loss_fu"):
+        train_tokens(tmp_path, loss=None)
+    sizes = {"vocab_size": 9, "n_embd": A, "n_layer": 1, "n_head": 2, "n_positions": L}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    callback = ISDACallback(isda.attach(model))
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel is a language model, .* are shifted"):
+        callback.on_train_begin(arguments, transformers.TrainerState(), None, model)
 
 
 def test_trainer_refusals():
