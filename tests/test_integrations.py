@@ -368,6 +368,7 @@ def train_lightning(
     resume: str | None = None,
     rank_batch: int = 4,
     fits: tuple[int, ...] = (),
+    norm: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     import lightning as lightning_package
@@ -381,8 +382,10 @@ def train_lightning(
     class Module(lightning_package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = nn.Sequential(nn.Linear(3, A), nn.ReLU(), nn.Linear(A, C))
+            between = nn.BatchNorm1d(A) if norm else nn.Identity()
+            self.model = nn.Sequential(nn.Linear(3, A), between, nn.ReLU(), nn.Linear(A, C))
             self.criterion = ISDACallback(isda.attach(self.model, lambda_0=2.0))
+            self.lr = 0.5
 
         def training_step(self, batch, index):
             return self.criterion(self.model(batch[0]), batch[1])
@@ -391,7 +394,7 @@ def train_lightning(
             self.log("val", self.criterion(self.model(batch[0]), batch[1]))
 
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     torch.manual_seed(0)
     module = Module()
@@ -483,6 +486,30 @@ def test_lightning_weight_averaging_leaves_the_statistics(tmp_path):
     )
     close(resumed["state"], averaged["state"])
     close(resumed["weights"], averaged["weights"])
+
+
+def test_lightning_batch_norm_of_averaged_weights(tmp_path):
+    """The epoch that recomputes the batch norm of the average is no training."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
+    ours = train_lightning(tmp_path, epochs=3, norm=True, callbacks=[average])
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 18
+    assert ours["state"]["criterion.estimator.count"].sum() == 3 * 24
+    assert ours["metrics"]["isda/strength"] == pytest.approx(2.0 * 17 / 18)
+
+
+def test_lightning_learning_rate_finder(tmp_path):
+    """It runs batches without the callbacks, and before the number of steps is known."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    find = LearningRateFinder(num_training_steps=5, update_attr=False)
+    ours = train_lightning(tmp_path / "ours", callbacks=[find])
+    plain = train_lightning(tmp_path / "plain")
+    close(ours["state"], plain["state"])
+    close(ours["weights"], plain["weights"])
 
 
 @pytest.mark.ddp
