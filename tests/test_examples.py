@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import isda
+from isda.criterion import Criterion
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -152,6 +153,18 @@ def test_api_page_lists_everything_public() -> None:
     public |= {getattr(isda.functional, name) for name in isda.functional.__all__}
     assert set(listed) == public
     assert len(listed) == len(public)
+
+
+def test_api_page_lists_what_criteria_inherit() -> None:
+    """What has a docstring, except the method for the other ranks."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    pattern = r"^::: isda\.(\w+)\n    options:\n      inherited_members: \[(.*)\]$"
+    found = re.findall(pattern, page, re.MULTILINE)
+    assert [name for name, _ in found] == ["ISDALoss", "ISDABCEWithLogitsLoss"]
+    shared = {name for name, value in vars(Criterion).items() if getattr(value, "__doc__", None)}
+    public = {name for name in shared if not name.startswith("_")} - {"refuse"}
+    for _, names in found:
+        assert set(names.split(", ")) == public
 
 
 class UnitVariance:
