@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -28,6 +28,7 @@ from isda.experiments.data.decoding import (
     ImageFiles,
     UnreadableFiles,
     _to_rgb,
+    decode_image,
     decode_resized,
     stored_sizes,
 )
@@ -140,6 +141,26 @@ def test_formats(tmp_path: Path) -> None:
             )
             (size,) = stored_sizes([str(file)], image_size=SIZE, threads=0)
             assert size == (18, 17)
+
+
+@pytest.mark.parametrize("kind", ["jpg", "webp", "png", "tiff"])
+def test_photos_are_turned_upright(kind: str, tmp_path: Path) -> None:
+    """As PIL's ``exif_transpose`` does it; sizes are known from the header."""
+    photo = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (40, 23, 3), dtype=np.uint8), "RGB"
+    )
+    file = tmp_path / f"photo.{kind}"
+    for orientation in range(10):  # 0 and 9 mean nothing
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        photo.save(file, exif=exif)
+        with Image.open(file) as opened:
+            expected = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
+        assert np.array_equal(decode_image(str(file)).numpy(), expected)
+        (size,) = stored_sizes([str(file)], image_size=SIZE, threads=0)
+        assert size == decode_resized(str(file), image_size=SIZE).shape[:2]
+    photo.save(file, exif=b"Exif\0\0II*\0damaged")
+    assert decode_image(str(file)).shape == (40, 23, 3)
 
 
 def test_images_of_more_than_8_bits(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from isda.experiments.files import sync_folder, writing
 
 __all__ = ["CacheFile", "contents_key"]
 
-_FORMAT = 1  # to be changed with the contents of the file
+_FORMAT = 2  # to be changed with the contents of the file
 _FOLDER = ".isda-cache"
 
 
