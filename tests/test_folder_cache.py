@@ -233,6 +233,25 @@ def test_only_an_image_that_is_decoded_is_unreadable(photos: Path) -> None:
         decoded(photos)
 
 
+def test_files_are_skipped_once(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further runs of a command neither decode the others again nor warn again."""
+    names = spoil(photos)
+    store, recipe = ImageStore(), replace(RECIPE, data=f"imagefolder:{photos}")
+    options = Options(skip_unreadable=True, workers=0)
+    with pytest.warns(UserWarning, match=f"skipped {len(names)} images"):
+        first = store.get(recipe, options, CPU)
+    monkeypatch.setattr(folder_cache, "_decode", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert store.get(recipe, options, CPU).train_images is first.train_images
+        held_out = store.get(replace(recipe, hold_out=5), options, CPU)
+    assert len(held_out.test_target) == 5
+    files = store.files(recipe, options)
+    assert files is not None
+    assert not {str(photos / name) for name in names} & {*files.train_files, *files.test_files}
+    assert store.files(replace(recipe, data="digits"), options) is None
+
+
 # The same results from every place
 
 RECIPE = Recipe(

@@ -32,6 +32,7 @@ from isda.experiments.report.comparison import advice, comparison
 from isda.experiments.report.intervals import difference, seeds_needed
 from isda.experiments.report.pages import write_comparison_page
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.images import kept_images
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.metrics import classified
 from isda.experiments.training.predicted_images import thumbnails
@@ -312,6 +313,34 @@ def test_compare_writes_a_page_with_images(
     page = Path(capsys.readouterr().out.splitlines()[-1]).read_text(encoding="utf-8")
     assert "data:image/png;base64," in page
     assert "Should you use ISDA? Too early to say." in page
+
+
+def test_pictures_are_those_of_the_files_that_were_used(tmp_path: Path) -> None:
+    """Also if files were skipped, or vanish after the training."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            Image.new("RGB", (9, 9), (number, 9, 9)).save(tmp_path / name / f"{number}.png")
+    (tmp_path / "a" / "0.png").write_bytes(b"damaged")
+    recipe = replace(RECIPE, hold_out=0, data=f"imagefolder:{tmp_path}", image_size=9)
+    options = Options(skip_unreadable=True, workers=0)
+    with pytest.raises(InputError, match="not shown with --skip-unreadable"):
+        thumbnails(recipe, 0, [0], options)
+    with kept_images() as store:
+        with pytest.warns(UserWarning, match="skipped 1 image under"):
+            store.get(recipe, options, torch.device("cpu"))
+        for held_out in (0, 4):
+            chosen = replace(recipe, hold_out=held_out)
+            data = store.get(chosen, options, torch.device("cpu"))
+            numbers = range(len(data.test_target))
+            for number, content in thumbnails(chosen, 0, numbers, options).items():
+                pixels = np.asarray(Image.open(io.BytesIO(content)))
+                assert np.array_equal(pixels[0, 0], data.test_images[number, :, 0, 0])
+        used = store.files(recipe, options)
+        assert used is not None
+        Path(used.test_files[0]).unlink()
+        with pytest.raises(FileNotFoundError):
+            thumbnails(recipe, 0, [0], options)
 
 
 # Advice

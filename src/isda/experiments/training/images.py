@@ -39,14 +39,24 @@ class ImageStore:
         self._whole: Images | None = None
         self._split_key: object = None
         self._split: Images | None = None
+        self._name: object = None
+        self._files: ImageArrays | FolderImages | None = None
+        self._skipped: dict[str, str] = {}  # files of this data set, and the reasons
+
+    def files(self, recipe: Recipe, options: Options) -> FolderImages | None:
+        """Files of a folder as :meth:`get` found them last; None if it was not asked for them."""
+        if self._name != (recipe.data, options.data_root):
+            return None
+        return self._files if isinstance(self._files, FolderImages) else None
 
     def get(self, recipe: Recipe, options: Options, device: torch.device) -> Images:
         """Images of a recipe, ready for training; unreadable files are skipped if so desired."""
-        skipped: dict[str, str] = {}
+        if self._name != (recipe.data, options.data_root):
+            self._name, self._files, self._skipped = (recipe.data, options.data_root), None, {}
         while True:
             if self._key == _settings(recipe, options, device):  # arrays, which never change
                 return self._split_of(recipe, None)
-            files = load_files(recipe, options, skip=skipped)
+            files = self._files = load_files(recipe, options, skip=self._skipped)
             try:
                 self._load(recipe, options, device, files)
                 return self._split_of(recipe, files)
@@ -54,10 +64,11 @@ class ImageStore:
                 if not options.skip_unreadable:
                     raise
                 assert isinstance(files, FolderImages)
-                skipped |= error.reasons  # the rest may be divided differently into the two sets
+                self._skipped |= error.reasons  # the rest may be divided differently
+                images = f"{len(self._skipped)} image{'s' * (len(self._skipped) > 1)}"
                 warnings.warn(
-                    f"skipped {len(skipped)} images under {one_line(files.path)} that cannot be "
-                    f"decoded: {few(list(skipped))}",
+                    f"skipped {images} under {one_line(files.path)} that cannot be decoded: "
+                    f"{few(list(self._skipped))}",
                     stacklevel=2,
                 )
 
