@@ -286,6 +286,10 @@ def test_unknown_data_set() -> None:
     assert "needs --data-root" in message_of("imagenet")
 
 
+def test_a_folder_without_its_kind(tmp_path: Path) -> None:
+    assert message_of(str(tmp_path)).endswith(f"did you mean imagefolder:{tmp_path}?")
+
+
 # Images in folders
 
 
