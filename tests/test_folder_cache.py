@@ -583,8 +583,20 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_is_read_only(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_cache.os, "access", lambda *_: False)
+    def read_only(*folders: Path) -> None:
+        monkeypatch.setattr(folder_cache.os, "access", lambda path, _: path not in folders)
+
+    cache = photos / ".isda-cache"
+    read_only(photos)
     assert folder_cache._free_disk(photos) == 0
+    with pytest.raises(InputError, match=r"disk, because .*photos is read-only: use --cache auto"):
+        decoded(photos, "disk")
+    read_only(cache)
+    decoded(photos, "disk")  # there is no such folder yet
+    assert folder_cache._free_disk(photos) == 0  # made by another user
+    decoded(photos, "disk")  # a file that exists is used
+    read_only(photos)
+    assert folder_cache._free_disk(photos) > 0
 
 
 def test_unknown_place() -> None:
