@@ -110,7 +110,7 @@ def _image_parts(
         rows[0][first : first + 2] = labels
     examples = []
     for title, images in zip(
-        (f"Only {labels[1]} is right", f"Only {labels[0]} is right"),
+        (f"Only {labels[1]} is right", f"Only {labels[0]} is right".replace("Cross", "cross")),
         changed_images(found),
         strict=True,
     ):
