@@ -530,7 +530,7 @@ def test_unreadable_images_of_a_frozen_network(photos: Path, tmp_path: Path) -> 
     recipe = frozen(folder, weights_of(RESNET, tmp_path))
     with pytest.raises(decoding.UnreadableFiles):
         ImageStore().get(recipe, Options(), CPU)
-    with pytest.warns(UserWarning, match="skipped 1 images"):
+    with pytest.warns(UserWarning, match="skipped 1 image under"):
         data = ImageStore().get(recipe, Options(skip_unreadable=True), CPU)
     assert len(data.train_target) == 18
 

@@ -146,9 +146,8 @@ def test_formats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["jpg", "webp", "png", "tiff"])
 def test_photos_are_turned_upright(kind: str, tmp_path: Path) -> None:
     """As PIL's ``exif_transpose`` does it; sizes are known from the header."""
-    photo = Image.fromarray(
-        np.random.default_rng(0).integers(0, 256, (40, 23, 3), dtype=np.uint8), "RGB"
-    )
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 23, 3), dtype=np.uint8)
+    photo = Image.fromarray(pixels)
     file = tmp_path / f"photo.{kind}"
     for orientation in range(10):  # 0 and 9 mean nothing
         exif = Image.Exif()
@@ -670,17 +669,25 @@ def test_a_split_decodes_only_what_is_held_out(
         assert len(whole.train_target) == len(held.train_target) + 6
 
 
-def test_images_that_change_are_decoded_again(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_runs_of_a_command_train_on_the_same_images(
+    cache: str, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if files change meanwhile; the next command sees the change."""
     calls = count_decoding(monkeypatch)
-    recipe, options = replace(RECIPE, data=f"imagefolder:{photos}"), Options(cache="memory")
+    recipe, options = replace(RECIPE, data=f"imagefolder:{photos}"), Options(cache=cache)
     store = ImageStore()
     before = store.get(recipe, options, CPU)
     make_image(photos / "train" / "cat" / "new.png", (20, 20), 3)
-    after = store.get(recipe, options, CPU)
+    (photos / "train" / "owl" / "0.jpg").unlink()
+    assert store.get(recipe, options, CPU).train_images is before.train_images
+    assert calls == ["decoded"]
+    assert len(store.get(replace(recipe, hold_out=3), options, CPU).test_target) == 3
+    other = store.get(replace(recipe, image_size=SIZE - 1), options, CPU)
+    assert other.image_shape == (3, SIZE - 1, SIZE - 1)
+    make_image(photos / "train" / "cat" / "newer.png", (20, 20), 3)
+    after = ImageStore().get(recipe, options, CPU)
     assert len(after.train_target) == len(before.train_target) + 1
-    assert calls == ["decoded"] * 2
 
 
 def test_images_are_freed_before_the_next_are_loaded(
