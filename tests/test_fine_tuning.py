@@ -586,6 +586,7 @@ def test_the_page_says_what_was_used(
     [
         (["--network", "timm:resnet1"], "unknown timm model 'resnet1'"),
         (["--network", "torchvision:resnet"], "unknown torchvision model 'resnet'"),
+        (["--network", "torch.nn:Linea"], "unknown function of torch.nn 'Linea'"),
         (["--network", "timm:test_resnet", "--pretrained"], "are not on this machine"),
         (["--network", "resnet50", "--drop-rate", "0.5"], "drop_rate of resnet50 must be 0"),
     ],

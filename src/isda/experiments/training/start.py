@@ -7,7 +7,7 @@ import torch
 
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.errors import InputError, as_input_error
-from isda.experiments.networks import find_weights, outline
+from isda.experiments.networks import find_weights, require_network
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
@@ -40,7 +40,7 @@ def require_networks(plans: Sequence[Plan], options: Options) -> None:
     Downloads pretrained weights if so desired.
     """
     for name, drop_rate in {(plan.recipe.network, plan.recipe.drop_rate) for plan in plans}:
-        outline(name, num_classes=2, drop_rate=drop_rate)
+        require_network(name, drop_rate=drop_rate)
     for recipe in {plan.recipe for plan in plans if plan.recipe.pretrained}:
         find_weights(recipe.network, recipe.weights, download=options.download)
 
