@@ -7,6 +7,7 @@ from pathlib import Path
 from isda import distributed
 from isda.experiments.files import write_text
 from isda.experiments.plans import AutoComparison, Planned
+from isda.experiments.report.intervals import RESOLUTION
 from isda.experiments.search import (
     Choice,
     Round,
@@ -19,7 +20,7 @@ from isda.experiments.search import (
 )
 from isda.experiments.training.run_folder import require_free
 
-__all__ = ["choose_lambda_0", "plan_words"]
+__all__ = ["choose_lambda_0", "plan_words", "tie_words"]
 
 
 def choose_lambda_0(task: AutoComparison) -> tuple[Planned, Choice | None]:
@@ -47,7 +48,7 @@ def choose_lambda_0(task: AutoComparison) -> tuple[Planned, Choice | None]:
         write_text(
             _record_path(planned), json.dumps(choice_record(choice, options.out), indent=2) + "\n"
         )
-        print(f"\n{choice_table(choice)}\n", flush=True)
+        print(f"\n{choice_table(choice)}\n{tie_words(choice)}", flush=True)
     return planned, choice
 
 
@@ -55,7 +56,8 @@ def plan_words(
     task: AutoComparison, candidates: tuple[float, ...], hold_out: int, rounds: list[Round]
 ) -> str:
     """What will be trained, and how many epochs it takes."""
-    lines = [f"λ₀ is chosen on {hold_out} training images, which are held out for it:"]
+    few = f"; one of them is {100 / hold_out:.2g} points of error" if hold_out < 100 else ""
+    lines = [f"λ₀ is chosen on {hold_out} training images, which are held out for it{few}:"]
     listed = " ".join(f"{lambda_0:g}" for lambda_0 in candidates)
     for number, part in enumerate(rounds, 1):
         which = listed if number == 1 else f"the better {part.candidates} of them"
@@ -69,6 +71,17 @@ def plan_words(
     share = 100 * search / compared
     lines.append(f"The search takes {search} epochs, {share:.0f} % of those of the comparison.")
     return "\n".join(lines)
+
+
+def tie_words(choice: Choice) -> str:
+    """Line about candidates with the same error as the chosen one; empty if there are none."""
+    error = choice.chosen.error.mean
+    equal = [trial for trial in choice.rounds[-1] if abs(trial.error.mean - error) < RESOLUTION]
+    if len(equal) < 2:
+        return ""
+    values = sorted(trial.recipe.lambda_0 for trial in equal)
+    *most, last = (f"{value:g}" for value in values)
+    return f"{', '.join(most)} and {last} have the lowest error: the smallest is chosen.\n"
 
 
 def _size(epochs: int, seeds: tuple[int, ...]) -> str:

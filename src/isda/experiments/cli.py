@@ -108,9 +108,9 @@ def _compare(words: list[str]) -> None:
     planned = plan_compare(words, description=COMMANDS["compare"])
     with contextlib.ExitStack() as stack:
         choice = None
+        stack.enter_context(kept_images())  # for all trainings, and for the pictures
         if isinstance(planned, AutoComparison):
             stack.enter_context(join_processes(planned.options.device))  # for both trainings
-            stack.enter_context(kept_images())
             planned, choice = choose_lambda_0(planned)
         runs = stack.enter_context(finished_first(train, planned.plans(), planned.options))
         names = {run.name for run in runs}
@@ -131,7 +131,7 @@ def _pictures(recipe: Recipe, options: Options, seed: int, indices: list[int]) -
 
     try:
         return thumbnails(recipe, seed, indices, options)
-    except (InputError, OSError) as error:  # the runs may have been copied without their images
+    except (OSError, ValueError, IndexError) as error:  # images that were moved or changed
         warnings.warn(f"no pictures on the page: {error}", stacklevel=2)
         return {}
 

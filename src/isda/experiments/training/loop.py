@@ -37,7 +37,7 @@ from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
-from isda.experiments.training.start import create_folders, finished_runs, require_weights
+from isda.experiments.training.start import create_folders, finished_runs, require_networks
 from isda.experiments.training.tensorboard import create_writer, require_tensorboard
 from isda.experiments.training.training_step import Lane
 
@@ -117,7 +117,7 @@ class _Training:
         if self.options.resume and self.world == 1:
             self.runs |= finished_runs(self.plans, self.options)
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
-        require_weights([self.plans[number] for number in waiting], self.options)
+        require_networks([self.plans[number] for number in waiting], self.options)
         require_generators((self.plans[number].recipe for number in waiting), self.options)
         self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
         self._images = locks.enter_context(kept_images())
@@ -371,7 +371,8 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
     for lane in lanes:
         methods.setdefault(lane.recipe.method, []).append(str(lane.seed))
     runs = ", ".join(f"{method} seed {' '.join(seeds)}" for method, seeds in methods.items())
-    label = f"{PurePath(lanes[0].recipe.data).name} {lanes[0].recipe.network}, {runs}"
+    data = PurePath(lanes[0].recipe.data.removeprefix("imagefolder:")).name
+    label = f"{data} {lanes[0].recipe.network}, {runs}"
     if isinstance(lanes[0].data, DecodedImages):
         label += f", {lanes[0].data.place}"
     interactive = sys.stderr.isatty()

@@ -7,14 +7,14 @@ import torch
 
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.errors import InputError, as_input_error
-from isda.experiments.networks import find_weights
+from isda.experiments.networks import find_weights, require_network
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.training_step import Lane
 
-__all__ = ["create_folders", "finished_runs", "require_fit", "require_weights"]
+__all__ = ["create_folders", "finished_runs", "require_fit", "require_networks"]
 
 
 def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolder]:
@@ -34,8 +34,13 @@ def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolde
     return found
 
 
-def require_weights(plans: Sequence[Plan], options: Options) -> None:
-    """Raise InputError if there is no file of pretrained weights; downloads it if so desired."""
+def require_networks(plans: Sequence[Plan], options: Options) -> None:
+    """Raise InputError before images are decoded if a network or its weights do not exist.
+
+    Downloads pretrained weights if so desired.
+    """
+    for name, drop_rate in {(plan.recipe.network, plan.recipe.drop_rate) for plan in plans}:
+        require_network(name, drop_rate=drop_rate)
     for recipe in {plan.recipe for plan in plans if plan.recipe.pretrained}:
         find_weights(recipe.network, recipe.weights, download=options.download)
 
