@@ -84,6 +84,11 @@ class GanSettings:
         return CODES if self.gan == "infogan" else 0
 
     @property
+    def flips(self) -> bool:
+        """Whether real images are flipped at random, as for the classifiers of the data set."""
+        return self.data != "digits"
+
+    @property
     def name(self) -> str:
         """Name of the folder of its runs: ``<data>-<gan>``."""
         return f"{self.data}-{self.gan}"
