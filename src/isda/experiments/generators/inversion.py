@@ -144,22 +144,27 @@ def show_inversion(
     wanted = features[:, None] + moves  # (samples, 2 draws, A)
     found = _augment(classifier, generator, wanted, classes, latent, settings, capture=capture)
 
-    rebuilt = _images(generator, latent, classes)
-    columns = [pixels[:, None], to_bytes(rebuilt)[:, None]]
+    def measure(images: Tensor, wanted: Tensor, moves: Tensor | None = None) -> dict[str, Any]:
+        return _measure(classifier, judge, images, classes, wanted, moves)
+
+    draws, wanted_first = settings.draws, features[:, None]
+    rebuilt = to_bytes(_images(generator, latent, classes))[:, None]
+    columns = {"original": pixels[:, None], "reconstruction": rebuilt}
     if one_pass is not None:
-        columns.append(to_bytes(one_pass)[:, None])
-    rules = (1, len(columns), len(columns) + settings.draws)
+        columns["decoder"] = to_bytes(one_pass)[:, None]
+    pictures = {name: measure(images, wanted_first) for name, images in columns.items()}
+    for name, part in (("ISDA", slice(0, draws)), ("control", slice(draws, None))):
+        columns[name] = to_bytes(found[:, part])
+        start = rebuilt.expand(-1, draws, -1, -1, -1)
+        before = measure(start, wanted[:, part], moves[:, part])["residual_of_move"]
+        pictures[name] = measure(columns[name], wanted[:, part], moves[:, part])
+        pictures[name]["residual_of_move_before"] = before
+    rules = (1, len(columns) - 2, len(columns) - 2 + draws)
     with writing(out, keep=()):
         out.mkdir(parents=True, exist_ok=True)
-    grid = torch.cat([*columns, to_bytes(found)], 1)[:_MOST_ROWS]
+    grid = torch.cat([*columns.values()], 1)[:_MOST_ROWS]
     write_grid(out / "inversion.png", grid, rules=rules)
 
-    parts = {
-        "original": (pixels[:, None], None),
-        "reconstruction": (rebuilt[:, None], None),
-        "ISDA": (found[:, : settings.draws], slice(0, settings.draws)),
-        "control": (found[:, settings.draws :], slice(settings.draws, None)),
-    }
     result = {
         "classifier": str(classifier.folder),
         "judge": None if judge is None else str(judge.folder),
@@ -171,13 +176,8 @@ def show_inversion(
         "seed": seed,
         "settings": asdict(settings),
         "step_1_loss": float(step_1.median()),
-        "pictures": {
-            name: _measure(classifier, judge, images, classes,
-                           features[:, None] if part is None else wanted[:, part],
-                           None if part is None else moves[:, part])
-            for name, (images, part) in parts.items()
-        },
-    }  # fmt: skip
+        "pictures": pictures,
+    }
     write_text(out / "inversion.json", json.dumps(result, indent=2) + "\n")
     return result
 
@@ -261,12 +261,12 @@ def _measure(
     wanted: Tensor,
     moves: Tensor | None,
 ) -> dict[str, float | None]:
-    """How well pictures (S, M, ...) match their features, and which class they show."""
+    """How well uint8 pictures (S, M, ...) match their features, and which class they show."""
     flat = images.flatten(0, 1)
-    features = classifier.features(flat).view(wanted.shape[0], -1, wanted.shape[-1])
+    features = classifier.all_features(flat).view_as(wanted)
     residual = (features - wanted).norm(dim=-1)
     of_move = None
-    if moves is not None:
+    if moves is not None and moves.any():
         of_move = float((residual / moves.norm(dim=-1).clamp(min=1e-12)).median())
     label = torch.tensor(classes, device=flat.device).repeat_interleave(images.shape[1])
 

@@ -79,16 +79,19 @@ def quality_table(result: dict[str, Any]) -> str:
             f"{result['error_of_synthetic']:.2f} %",
         ],
         [
-            "real images",
+            "other training images",
             f"{result['classifier_fid_floor']:.3f}",
             f"{result['error_of_real']:.2f} %",
         ],
+        ["test images", f"{result['classifier_fid_test']:.3f}", "–"],
     ]
     header = ["images", "classifier FID", "test error of a network trained on them"]
     note = (
-        f"Classifier FID: distance from one half of the training images of {result['data']}, over "
-        f"the features of {result['classifier']}; it cannot be compared with an Inception FID. "
-        f"Network: resnet8, {result['epochs']} epochs."
+        f"Classifier FID: distance of {result['images']} images from as many training images of "
+        f"{result['data']}, over the features of {result['classifier']}; it cannot be compared "
+        "with an Inception FID. The classifier was trained on the training images, so test images "
+        "show about what a perfect generator would reach. Network: resnet8, "
+        f"{result['epochs']} epochs."
     )
     return f"{markdown_rows(header, rows)}\n\n{note}"
 
@@ -120,11 +123,16 @@ def inversion_table(result: dict[str, Any]) -> str:
     def percent(value: float | None) -> str:
         return "–" if value is None else f"{100 * value:.1f} %"
 
+    def move(one: dict[str, float | None]) -> str:
+        if one["residual_of_move"] is None:
+            return "–"
+        return f"{percent(one['residual_of_move_before'])} → {percent(one['residual_of_move'])}"
+
     rows = [
         [
             name,
             percent(one["residual"]),
-            percent(one["residual_of_move"]),
+            move(one),
             percent(one["own_class"]),
             percent(one["judge_class"]),
         ]
@@ -137,8 +145,9 @@ def inversion_table(result: dict[str, Any]) -> str:
     note = (
         f"{result['samples']} images of {result['data']}, λ = {result['strength']:g}, generator "
         f"{result['generator']}. Residual: median distance of the features of a picture from those "
-        "wanted, relative to their length, or to the length of the move. Class kept: share of the "
-        f"pictures that the inverted classifier, or the judge, assigns to the class; {judge}. "
+        "wanted, relative to their length, or to the length of the move, before → after step II. "
+        "Class kept: share of the pictures that the inverted classifier, or the judge, assigns to "
+        f"the class; {judge}. "
         "Control: moves of equal length in random directions."
     )
     return f"{markdown_rows(header, rows)}\n\n{note}"
