@@ -23,7 +23,8 @@ from isda.experiments.generators.gan_quality import frechet_distance, measure_ga
 from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_step import draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_training import train_gan
-from isda.experiments.generators.inversion import InversionSettings, show_inversion
+from isda.experiments.generators.inversion import show_inversion
+from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import (
     LatentDecoder,
     create_generator,

@@ -1,7 +1,7 @@
 """Features back to pixels (Appendix C), and what an independent classifier sees in the pictures."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +17,19 @@ from isda.experiments.generators.feature_moves import (
     random_moves,
     strength_of,
 )
+from isda.experiments.generators.gan_settings import require
 from isda.experiments.generators.gan_step import to_bytes, to_unit
+from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import create_generator, train_decoder
 from isda.experiments.generators.latent_search import LatentSearch, normalized, with_codes
 from isda.experiments.generators.pictures import write_grid
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 
-__all__ = ["InversionSettings", "show_inversion"]
+__all__ = ["show_inversion"]
 
 _MOST_ROWS = 20  # of the grid; all images are measured
 _START, _DRAWS, _CONTROL = 1, 2, 3  # key parts
-
-
-@dataclass(frozen=True)
-class InversionSettings:
-    """How to invert; the paper's values but for those that it does not give."""
-
-    draws: int = 5
-    """Augmented pictures per image, and as many of the control."""
-
-    restarts: int = 4
-    """Latents to start step I from, of which the best counts; not in the paper."""
-
-    start: str = "random"
-    """Where step I starts: random, or decoder."""
-
-    decoder_epochs: int = 20
-    """Epochs of the decoder."""
-
-    eta: float = 0.1
-    """Weight η of the pixels in step I; the paper does not give its value."""
-
-    iterations: int = 10_000
-    """Iterations of each step."""
-
-    learning_rates: tuple[float, float] = (10.0, 1.0)
-    """Initial learning rates of step I and step II."""
-
-    momentum: float = 0.9
-    """Momentum of gradient descent."""
-
-    weight_decay: float = 1e-4
-    """Weight decay of the latents."""
-
-    def __post_init__(self) -> None:
-        for field in ("draws", "restarts", "iterations", "decoder_epochs"):
-            _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
-        _require(self.start in ("random", "decoder"), "start", self.start, "random or decoder")
-        _require(self.eta >= 0, "eta", self.eta, ">= 0")
-        rates = self.learning_rates
-        _require(min(rates) > 0, "learning_rates", rates, "> 0")
-        _require(0 <= self.momentum < 1, "momentum", self.momentum, ">= 0 and < 1")
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
 
 
 def show_inversion(
@@ -106,8 +66,8 @@ def show_inversion(
     strength = strength_of(classifier, strength)
     data = classifier.data
     trained = generator is not None
-    _require(trained or settings.start == "decoder", "start", settings.start,
-             "decoder without a generator")  # fmt: skip
+    require(trained or settings.start == "decoder", "start", settings.start,
+            "decoder without a generator")  # fmt: skip
     if generator is None:
         generator = create_generator(classifier, seed)
     generator.require_fit(
@@ -289,8 +249,3 @@ def _require_independent(judge: TrainedClassifier, classifier: TrainedClassifier
             f"judge must be trained on {classifier.recipe.data}, as the classifier, got "
             f"{judge.recipe.data}"
         )
-
-
-def _require(holds: bool, field: str, value: object, expectation: str) -> None:
-    if not holds:
-        raise InputError(f"{field} must be {expectation}, got {value!r}")
