@@ -359,6 +359,19 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, device) -> None:
         train_gan(settings, 0, resumed, progress=False)
 
 
+def test_files_of_other_networks_are_refused(tmp_path: Path, device) -> None:
+    settings, resumed = small("cgan", epochs=1), options(tmp_path, device, resume=True)
+    folder = train_gan(settings, 0, resumed, progress=False).folder
+    for name, key in (("generator.pt", "networks"), ("checkpoint.pt", "lanes")):
+        state = GanFolder(folder).load(name)
+        state[key].append({})
+        torch.save(state, folder / name)
+    with pytest.raises(InputError, match=r"generator.pt does not fit gan.json: train the GAN"):
+        load_generator(folder, device)
+    with pytest.raises(InputError, match=r"checkpoint.pt does not fit gan.json: train the GAN"):
+        train_gan(settings, 0, resumed, progress=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GANS)
 def test_a_captured_step_equals_an_eager_one(name: str) -> None:

@@ -104,8 +104,13 @@ def _train(
         shape = [*data.image_shape]
         if (state["image_shape"], state["num_images"]) != (shape, len(data.train_target)):
             raise InputError(f"{settings.data} has changed since {folder.folder} was started")
-        for lane, saved in zip(lanes, state["lanes"], strict=True):
-            lane.load_state_dict(saved)
+        try:
+            for lane, saved in zip(lanes, state["lanes"], strict=True):
+                lane.load_state_dict(saved)
+        except (KeyError, ValueError, RuntimeError) as error:  # of another version, for example
+            raise InputError(
+                f"{folder.folder / 'checkpoint.pt'} does not fit gan.json: train the GAN again"
+            ) from error
         history = state["history"]
     elif (finished := folder.load("generator.pt")) is not None:
         if finished["epoch"] == settings.epochs:

@@ -76,6 +76,8 @@ def show_inversion(
     if judge is not None:
         _require_independent(judge, classifier)
     chosen = choose_samples(classifier, samples, seed)
+    with writing(out, keep=()):
+        out.mkdir(parents=True, exist_ok=True)
     pixels, classes = data.train_images[chosen], data.train_target[chosen].tolist()
     features = classifier.all_features(pixels)
     key = counter_rng.key(seed, device=features.device)
@@ -120,8 +122,6 @@ def show_inversion(
         pictures[name] = measure(columns[name], wanted[:, part], moves[:, part])
         pictures[name]["residual_of_move_before"] = before
     rules = (1, len(columns) - 2, len(columns) - 2 + draws)
-    with writing(out, keep=()):
-        out.mkdir(parents=True, exist_ok=True)
     grid = torch.cat([*columns.values()], 1)[:_MOST_ROWS]
     write_grid(out / "inversion.png", grid, rules=rules)
 

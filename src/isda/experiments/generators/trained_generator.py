@@ -123,11 +123,15 @@ def load_generator(folder: Path | str, device: torch.device | str) -> TrainedGen
             f"{found.folder} has no generator.pt of its last epoch, {settings.epochs}: continue "
             f"with isda gan train {settings.gan} --resume"
         )
-    labels = 0 if settings.per_class else state["num_classes"]
-    shape = tuple(state["image_shape"])
-    networks = []
-    for weights in state["networks"]:
-        network = Generator(settings, labels, shape)
-        network.load_state_dict(weights)
-        networks.append(network.to(device))
-    return TrainedGenerator(settings, state["num_classes"], shape, networks)
+    try:
+        shape, classes = tuple(state["image_shape"]), state["num_classes"]
+        networks = []
+        for weights in state["networks"]:
+            network = Generator(settings, 0 if settings.per_class else classes, shape)
+            network.load_state_dict(weights)
+            networks.append(network.to(device))
+    except (KeyError, RuntimeError) as error:  # of another version, for example
+        raise InputError(
+            f"{found.folder / 'generator.pt'} does not fit gan.json: train the GAN again"
+        ) from error
+    return TrainedGenerator(settings, classes, shape, networks)
