@@ -192,14 +192,24 @@ def test_epochs_may_change_on_resume(tmp_path: Path, device) -> None:
     assert train_gan(three, 5, resumed, progress=False).settings == three
     assert load_generator(folder, device).digest == load_generator(whole.folder, device).digest
     assert load_generator(folder, device).digest != before
-    with pytest.raises(InputError, match="epochs must be >= 3, which are done, got 2"):
+    more = small("cgan", epochs=5)
+    stopping = options(tmp_path / "parts", device, resume=True, minutes=1e-9)
+    with pytest.raises(TimeUp, match="4 of 5 epochs done"):
+        train_gan(more, 5, stopping, sample_every=3, progress=False)
+    with pytest.raises(InputError, match=r"has no generator.pt of its last epoch, 5"):
+        load_generator(folder, device)
+    four = small("cgan", epochs=4)  # finish there
+    train_gan(four, 5, resumed, progress=False)
+    assert load_generator(folder, device).settings == four
+    assert (folder / "samples" / "epoch_0004.png").is_file()
+    with pytest.raises(InputError, match="epochs must be >= 4, which are done, got 2"):
         train_gan(two, 5, resumed, progress=False)
     # a finished GAN is generator.pt; the checkpoint is needed only to continue
     (folder / "checkpoint.pt").unlink()
-    train_gan(three, 5, resumed, progress=False)
+    train_gan(four, 5, resumed, progress=False)
     with pytest.raises(InputError, match=r"has no checkpoint.pt to continue from"):
-        train_gan(small("cgan", epochs=4), 5, resumed, progress=False)
-    assert load_generator(folder, device).settings == three
+        train_gan(more, 5, resumed, progress=False)
+    assert load_generator(folder, device).settings == four
 
 
 @pytest.mark.parametrize("name", GANS)

@@ -312,7 +312,8 @@ def test_the_chain_on_the_command_line(folder, capsys, monkeypatch) -> None:
         assert f"<td>{before} → {100 * one['residual_of_move']:.1f} %</td>" in page
         assert one["residual_of_move_before"] > one["residual_of_move"]
     assert f"<td>{quality['classifier_fid']:.3f}</td>" in page
-    assert page.count("<img ") == 2
+    assert page.count("<img ") == 3
+    assert "samples/epoch_0025.png" in printed  # of the GAN, after its last epoch
     assert main(["report", "--runs", "runs", "--pictures", "runs"]) == 2
     assert "has none of quality.json" in capsys.readouterr().err
     first = Path("pictures/inversion.png").read_bytes()

@@ -149,7 +149,7 @@ def _train(
         history.append({"critic_loss": losses[0], "generator_loss": losses[1], "seconds": seconds})
         last = epoch + 1 == settings.epochs
         stop = deadline.is_up(seconds) and not last
-        if last or (epoch + 1) % sample_every == 0:
+        if (epoch + 1) % sample_every == 0 and not last:
             _write_samples(folder, generator, epoch + 1)
         if last or stop or time.monotonic() - saved_at > options.checkpoint_seconds:
             folder.save("checkpoint.pt", _state(lanes, history, data))
@@ -161,6 +161,7 @@ def _train(
                 f"time limit of {options.minutes:g} min reached, {epoch + 1} of "
                 f"{settings.epochs} epochs done"
             )
+    _write_samples(folder, generator, settings.epochs)
     folder.save("generator.pt", {"epoch": settings.epochs, **generator.state()})
 
 

@@ -61,6 +61,9 @@ def read_pictures(folders: Iterable[Path]) -> list[FeaturePictures]:
             raise InputError(f"{folder} has none of {files}")
         for name in names:
             path, picture = folder / f"{name}.json", folder / f"{name}.png"
+            if name == "quality":  # the samples of the last epoch
+                samples = sorted(folder.glob("samples/epoch_*.png"), key=lambda p: (len(p.name), p))
+                picture = samples[-1] if samples else picture
             title, table = _TABLES[name]
             try:
                 text = table(json.loads(path.read_text(encoding="utf-8")))
@@ -91,7 +94,7 @@ def quality_table(result: dict[str, Any]) -> str:
         f"{result['data']}, over the features of {result['classifier']}; it cannot be compared "
         "with an Inception FID. The classifier was trained on the training images, so test images "
         "show about what a perfect generator would reach. Network: resnet8, "
-        f"{result['epochs']} epochs."
+        f"{result['epochs']} epochs. Picture: a row of samples for each class."
     )
     return f"{markdown_rows(header, rows)}\n\n{note}"
 
@@ -112,7 +115,8 @@ def neighbours_table(result: dict[str, Any]) -> str:
     note = (
         f"{result['images']} training images of {result['data']}, λ = {result['strength']:g}. "
         "Other neighbour: not the one without a move. Length of the move, and distance of the "
-        "neighbour: medians, relative to the distance of the neighbour without a move."
+        "neighbour: medians, relative to the distance of the neighbour without a move. "
+        "Picture, from left to right: the image, then the neighbours in the order of the rows."
     )
     return f"{markdown_rows(header, rows)}\n\n{note}"
 
@@ -148,7 +152,8 @@ def inversion_table(result: dict[str, Any]) -> str:
         "wanted, relative to their length, or to the length of the move, before → after step II. "
         "Class kept: share of the pictures that the inverted classifier, or the judge, assigns to "
         f"the class; {judge}. "
-        "Control: moves of equal length in random directions."
+        "Control: moves of equal length in random directions. Picture, from left to right: in the "
+        "order of the rows."
     )
     return f"{markdown_rows(header, rows)}\n\n{note}"
 
