@@ -153,7 +153,8 @@ class GanLane:
         self.totals[1].add_(loss.detach())
 
     def _code_loss(self, codes: Tensor, latent: Tensor) -> Tensor:
-        """Bound of infoGAN's mutual information, with a normal distribution of variance 1/2."""
+        """Bound of infoGAN's mutual information for two codes: a normal of variance 1, but for a
+        constant."""
         return F.mse_loss(codes, latent[:, self.settings.noise :])
 
     def _gradient_penalty(self, images: Tensor, label: Tensor) -> Tensor:

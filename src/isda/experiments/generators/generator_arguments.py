@@ -36,7 +36,7 @@ class GanArguments:
     """Folder for the GANs: OUT/<data>-<gan>/<seed>/."""
 
     resume: bool = False
-    """Continue from the last checkpoint."""
+    """Continue from the last checkpoint; the number of epochs may be another one."""
 
     device: str = "auto"
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
