@@ -104,6 +104,7 @@ def test_commands_exist(page: Path) -> None:
     from isda.experiments import arguments
     from isda.experiments.generators import generator_arguments
     from isda.experiments.generators.gan_settings import GanSettings
+    from isda.experiments.generators.inversion_settings import InversionSettings
     from isda.experiments.settings import Options, Recipe
 
     owners_of = {**vars(arguments), **vars(generator_arguments)}
@@ -121,6 +122,8 @@ def test_commands_exist(page: Path) -> None:
         if command in ("train", "compare", "search") and words[2:3] and words[2][0] not in "-…":
             assert words[2] in RECIPES, line
         owners = [kinds[command], Recipe, Options]
+        if command == "invert":
+            owners.append(InversionSettings)
         if command == "gan":
             owners = [kinds[command], GanSettings, generator_arguments.MeasureArguments]
         known = {f.name for kind in owners if kind is not None for f in dataclasses.fields(kind)}

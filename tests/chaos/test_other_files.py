@@ -72,17 +72,17 @@ def gan_of(out: Path) -> GanFolder:
     folder = GanFolder.create(
         out / "digits-cgan" / "0", settings, 0, torch.device("cpu"), resume=False
     )
-    folder.save({"epoch": 1, "history": [{"loss": 0.5}], "lanes": [torch.arange(500)]})
+    folder.save("checkpoint.pt", {"history": [{"loss": 0.5}], "lanes": [torch.arange(500)]})
     return folder
 
 
 def read_gan(folder: Path) -> Any:
     found = GanFolder(folder)
-    state = found.load()
+    state = found.load("checkpoint.pt")
     if state is None:
         return None
     assert state["lanes"][0].equal(torch.arange(500))
-    return found.settings, found.seed, state["epoch"], state["history"]
+    return found.settings, found.seed, state["history"]
 
 
 def gan_config_of(out: Path) -> tuple[Path, Callable[[], Any]]:

@@ -93,7 +93,7 @@ class TableArguments:
     """Number of the table, 1 to 5."""
 
     cell: str | None = None
-    """Train what this cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method."""
+    """Train what this cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD,... for some methods."""
 
     results: Path | None = None
     """Folder of run records to show, without --cell; None: runs, else results."""

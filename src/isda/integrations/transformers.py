@@ -145,7 +145,7 @@ class ISDACallback(TrainerCallback):
     ) -> None:
         if self._first_step is None:
             return
-        if self._first_step == int(self.criterion.criterion.step):  # type: ignore[arg-type]
+        if self._first_step == int(self.criterion.criterion.step):
             raise ValueError(
                 "the Trainer made a step without the criterion: pass "
                 "compute_loss_func=loss_func(criterion) to it"

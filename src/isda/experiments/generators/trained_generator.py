@@ -56,6 +56,14 @@ class TrainedGenerator(nn.Module):
         """A number that changes with any weight."""
         return weights_digest([network.state_dict() for network in self.networks])
 
+    def state(self) -> dict[str, Any]:
+        """What ``generator.pt`` holds besides settings and epochs."""
+        return {
+            "num_classes": self.num_classes,
+            "image_shape": [*self.image_shape],
+            "networks": [network.state_dict() for network in self.networks],
+        }
+
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
@@ -109,21 +117,19 @@ class TrainedGenerator(nn.Module):
 def load_generator(folder: Path | str, device: torch.device | str) -> TrainedGenerator:
     """The generator of a finished GAN; see :class:`GanFolder`."""
     found = GanFolder(folder)
-    settings, epochs = found.settings, found.settings.epochs
-    networks = []
+    settings, networks = found.settings, []
 
     def restore(state: dict[str, Any]) -> None:
         labels = 0 if settings.per_class else state["num_classes"]
-        for lane in state["lanes"] if state["epoch"] == epochs else ():
+        for weights in state["networks"]:
             network = Generator(settings, labels, tuple(state["image_shape"]))
-            network.load_state_dict(lane["average"])
+            network.load_state_dict(weights)
             networks.append(network.to(device))
 
-    state = found.load(restore)
-    if state is None or state["epoch"] < epochs:
-        done = 0 if state is None else state["epoch"]
+    state = found.load("generator.pt", restore)
+    if state is None or state["epoch"] != settings.epochs:
         raise InputError(
-            f"{found.folder} is not finished, {done} of {epochs} epochs: continue with isda gan "
-            f"train {settings.gan} --resume"
+            f"{found.folder} has no generator.pt of its last epoch, {settings.epochs}: continue "
+            f"with isda gan train {settings.gan} --resume"
         )
     return TrainedGenerator(settings, state["num_classes"], tuple(state["image_shape"]), networks)

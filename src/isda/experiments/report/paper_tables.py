@@ -103,10 +103,13 @@ def cell_recipes(table: int, cell: str) -> list[str]:
     ['cifar100-resnet32-ce', 'cifar100-resnet32-isda']
     >>> cell_recipes(4, "cifar10/resnet110/focal")
     ['cifar10-resnet110-ce', 'cifar10-resnet110-focal']
+    >>> cell_recipes(4, "cifar10/resnet110/cgan,acgan")
+    ['cifar10-resnet110-ce', 'cifar10-resnet110-cgan', 'cifar10-resnet110-acgan']
 
     Args:
         table: number of the table.
-        cell: ``DATA/NETWORK/METHOD``, or ``DATA/NETWORK`` for all methods of the table.
+        cell: ``DATA/NETWORK/METHOD``, several methods with commas between them, or
+            ``DATA/NETWORK`` for all methods of the table.
     """
     recipes = [
         name for found in find_cells(table, cell) for name in (found.baseline, found.recipe) if name
@@ -123,15 +126,16 @@ def get_table(number: int) -> Table:
 
 
 def find_cells(table: int, address: str) -> list[Cell]:
-    """Cells at ``DATA/NETWORK/METHOD``, or all at ``DATA/NETWORK``."""
+    """Cells at ``DATA/NETWORK/METHOD`` or ``DATA/NETWORK/METHOD,METHOD``, or all at
+    ``DATA/NETWORK``."""
     cells = get_table(table).cells
-    address = address.strip("/")
-    found = [cell for cell in cells if address in (cell.address, cell.address.rpartition("/")[0])]
-    if not found:
-        groups = [cell.address.rpartition("/")[0] for cell in cells]
-        known = dict.fromkeys([*groups, *(cell.address for cell in cells)])
-        raise unknown(f"cell of Table {table}", address, known)
-    return found
+    head, slash, last = address.strip("/").rpartition("/")
+    addresses = {f"{head}{slash}{name}" for name in last.split(",")}
+    groups = {cell: cell.address.rpartition("/")[0] for cell in cells}
+    known = dict.fromkeys([*groups.values(), *(cell.address for cell in cells)])
+    for one in sorted(addresses - known.keys()):
+        raise unknown(f"cell of Table {table}", one, known)
+    return [cell for cell in cells if addresses & {cell.address, groups[cell]}]
 
 
 NAMES: dict[str, str] = {
