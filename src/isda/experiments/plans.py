@@ -49,9 +49,9 @@ class Planned:
             recipe.require_ramp()
 
     def plans(self) -> list[Plan]:
-        """One plan per recipe and seed."""
-        return [Plan(name, recipe, seed) for name, recipe in self.recipes.items()
-                for seed in self.seeds]  # fmt: skip
+        """One plan per recipe and seed; all recipes of a seed, which are compared, come first."""
+        return [Plan(name, recipe, seed) for seed in self.seeds
+                for name, recipe in self.recipes.items()]  # fmt: skip
 
 
 @dataclass(frozen=True)

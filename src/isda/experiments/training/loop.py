@@ -27,7 +27,7 @@ from isda.experiments.generators.synthetic_images import generator_of, require_g
 from isda.experiments.predictions import save_predictions
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
-from isda.experiments.training.deadline import Deadline, time_up
+from isda.experiments.training.deadline import Deadline, StartUp, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
@@ -164,6 +164,7 @@ class _Training:
         return Lane(plan.recipe, plan.seed, images, generator=generator, **options)
 
     def _train_group(self, group: list[int]) -> None:
+        start_up = StartUp()
         plans = [self.plans[number] for number in group]
         data = self._images.get(plans[0].recipe, self.options, self.device)
         lanes = [self._lane(plan, own_images(data, plan)) for plan in plans]
@@ -183,7 +184,8 @@ class _Training:
                 self.failures.add(number, str(error))
                 continue
             members.append(member)
-        if self._unfinished(members) and self.deadline.is_up(self._epoch_seconds(group)):
+        needed = StartUp.longest + self._epoch_seconds(group)
+        if self._unfinished(members) and self.deadline.is_up(needed):
             raise time_up(self.runs.values(), self.options)
         # after a kill, runs that are behind catch up first
         while unfinished := self._unfinished(members):
@@ -191,8 +193,10 @@ class _Training:
             behind = [member for member in unfinished if member.lane.epoch == first]
             ends = [m.lane.epoch if m.lane.epoch > first else m.lane.recipe.epochs
                     for m in unfinished]  # fmt: skip
-            if self._train_side_by_side(behind, min(ends)) and self._unfinished(members):
+            time_is_up = self._train_side_by_side(behind, min(ends), start_up)
+            if time_is_up and self._unfinished(members):
                 raise time_up(self.runs.values(), self.options)
+            start_up = StartUp()
 
     def _unfinished(self, members: Sequence[_Member]) -> list[_Member]:
         return [
@@ -208,7 +212,7 @@ class _Training:
         last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
         return max(last, default=0.0) * len(group)
 
-    def _train_side_by_side(self, members: list[_Member], until: int) -> bool:
+    def _train_side_by_side(self, members: list[_Member], until: int, start_up: StartUp) -> bool:
         """Train runs until an epoch or a failure; returns whether the time limit is reached."""
         lanes = [member.lane for member in members]
         on_gpu = self.device.type == "cuda"
@@ -227,6 +231,7 @@ class _Training:
                 self.failures.add(members[0].number, _stopped(members[0], str(error)))
                 break
             results = runner.evaluate()
+            start_up.epoch_done()
             seconds = (time.perf_counter() - began) / len(lanes)
             for member, result in zip(members, results, strict=True):
                 reason = _not_finite(member.lane, result)
