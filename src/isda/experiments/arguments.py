@@ -92,8 +92,9 @@ class TableArguments:
     table: tyro.conf.Positional[int]
     """Number of the table, 1 to 5."""
 
-    cell: str | None = None
-    """Train what this cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method."""
+    cell: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Train what a cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method; several cells
+    by several --cell."""
 
     results: Path | None = None
     """Folder of run records to show, without --cell; None: runs, else results."""
@@ -147,6 +148,10 @@ class QueueArguments:
 
     results: Path = Path("results")
     """Folder of run records: runs that it has finished are skipped."""
+
+    dry_run: bool = False
+    """Print what is left to train and about how long it takes, and exit; with --minutes also what
+    fits into them."""
 
     engine: Literal["local", "ray"] = "local"
     """local: in this process, line by line. ray: on all GPUs of a Ray cluster, one worker each, or

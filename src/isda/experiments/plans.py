@@ -1,12 +1,14 @@
-"""The runs that a command trains: ``isda train``, ``compare``, ``calibrate``, ``table --cell``."""
+"""What commands train: ``train``, ``compare``, ``search``, ``calibrate``, ``table --cell``."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from isda.experiments.arguments import (
     CalibrateArguments,
     CompareArguments,
+    SearchArguments,
     TableArguments,
     TrainArguments,
     parse,
@@ -22,11 +24,14 @@ from isda.experiments.training.groups import Plan
 __all__ = [
     "AutoComparison",
     "Calibrations",
+    "Command",
     "Planned",
+    "Search",
     "plan_calibrate",
     "plan_cell",
     "plan_command",
     "plan_compare",
+    "plan_search",
     "plan_train",
 ]
 
@@ -128,6 +133,35 @@ class Calibrations:
         return Planned(recipes, self.seeds, self.options)
 
 
+@dataclass(frozen=True)
+class Search:
+    """A search for λ₀ and how to run it."""
+
+    given: SearchArguments
+    """Recipe, candidates and seeds."""
+
+    start: Recipe
+    """Recipe before fields were changed."""
+
+    name: str | None
+    """Name of ``start``, if one was given."""
+
+    @property
+    def options(self) -> Options:
+        """How to run the training."""
+        return self.given.options
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of :func:`isda.experiments.search.search`, without the options."""
+        names = ("recipe", "candidates", "seeds", "final_seeds", "with_baseline")
+        given = {name: getattr(self.given, name) for name in names}
+        return {**given, "name": self.name, "start": self.start}
+
+
+Command = Planned | AutoComparison | Calibrations | Search
+"""What a command trains."""
+
+
 def plan_calibrate(words: list[str], *, description: str = "") -> Calibrations:
     """Runs of ``isda calibrate``: several methods, without the held-out images."""
     given, start, name = parse_recipe(
@@ -147,12 +181,25 @@ def plan_calibrate(words: list[str], *, description: str = "") -> Calibrations:
     return Calibrations(recipe, start, name, methods, given.seeds, given.options)
 
 
-def plan_command(words: list[str]) -> Planned | AutoComparison:
-    """Runs of a command line that starts with train, compare or table."""
+def plan_search(words: list[str], *, description: str = "") -> Search:
+    """What ``isda search`` trains: candidates for λ₀, and the chosen one on all images."""
+    given, start, name = parse_recipe(SearchArguments, "search", words, description=description)
+    if given.recipe.method == "isda" and given.recipe.lambda_0 != start.lambda_0:
+        raise InputError("isda search chooses lambda_0: give its values with --candidates")
+    return Search(given, start, name)
+
+
+def _plan_table(words: list[str]) -> Planned:
+    """Runs of ``isda table N --cell``."""
+    return plan_cell(parse(TableArguments, "table", words, description=""))
+
+
+def plan_command(words: list[str]) -> Command:
+    """What a line of a queue trains: train, compare, search, calibrate or table."""
     command, *rest = words
-    if command == "table":
-        return plan_cell(parse(TableArguments, command, rest, description=""))
-    return {"train": plan_train, "compare": plan_compare}[command](rest)
+    if command not in _PLANNERS:
+        raise unknown("command of a queue", command, _PLANNERS)
+    return _PLANNERS[command](rest)
 
 
 def plan_train(words: list[str], *, description: str = "") -> Planned:
@@ -185,12 +232,21 @@ def _take_auto(words: list[str]) -> tuple[list[str], bool]:
 
 def plan_cell(given: TableArguments) -> Planned:
     """Runs of ``isda table N --cell``: what the cell needs, with its baseline."""
-    if given.cell is None:
+    if not given.cell:
         raise InputError("training needs a cell: isda table N --cell DATA/NETWORK")
     if given.results is not None:
         raise InputError("--results does not go with --cell; --out is the folder of its runs")
     require_seeds("seeds", given.seeds)
     changed = {name: given.change(get_recipe(name))
-               for name in cell_recipes(given.table, given.cell)}  # fmt: skip
+               for name in cell_recipes(given.table, *given.cell)}  # fmt: skip
     recipes = {run_name(recipe, get_recipe(name), name): recipe for name, recipe in changed.items()}
     return Planned(recipes, given.seeds, given.options)
+
+
+_PLANNERS: dict[str, Callable[[list[str]], Command]] = {
+    "train": plan_train,
+    "compare": plan_compare,
+    "search": plan_search,
+    "calibrate": plan_calibrate,
+    "table": _plan_table,
+}  # by command, of the words behind it

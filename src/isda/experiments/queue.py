@@ -13,43 +13,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from isda.experiments.arguments import QueueArguments, SearchArguments, parse_recipe
+from isda.experiments.arguments import QueueArguments
 from isda.experiments.auto import choose_lambda_0
 from isda.experiments.calibrate import calibrate
 from isda.experiments.calibration import load_calibration
 from isda.experiments.cluster import Task, Workers
-from isda.experiments.errors import InputError, TimeUp, unknown
+from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.forecast import Speeds, expected_plans, forecast, forecast_text
+from isda.experiments.generators.synthetic_images import require_generators
 from isda.experiments.plans import (
     AutoComparison,
     Calibrations,
+    Command,
     Planned,
-    plan_calibrate,
+    Search,
     plan_command,
 )
-from isda.experiments.records import Run, load_runs, summary
+from isda.experiments.records import load_runs, summary
 from isda.experiments.search import search, search_table
-from isda.experiments.settings import Options, Recipe
+from isda.experiments.settings import Options
 from isda.experiments.training import loop
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.failures import finished_first
 from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
+from isda.experiments.training.images import kept_images
+from isda.experiments.training.start import records_of
 
 __all__ = ["read_queue", "work_through"]
-
-_COMMANDS = ("train", "compare", "search", "calibrate", "table")
-
-
-@dataclass(frozen=True)
-class _Search:
-    """A search for λ₀ and how to run it."""
-
-    given: SearchArguments
-    start: Recipe
-    name: str | None
-
-    @property
-    def options(self) -> Options:
-        return self.given.options
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ class _Line:
     text: str
     """The command."""
 
-    task: Planned | AutoComparison | Calibrations | _Search
+    task: Command
     """What to train."""
 
 
@@ -95,37 +85,59 @@ def work_through(given: QueueArguments) -> None:
     if given.address is not None and given.engine != "ray":
         raise InputError("--address is that of a Ray cluster: use it with --engine ray")
     lines = read_queue(given.file)
+    if given.dry_run:
+        print(_forecast(lines, given))
+        return
     if given.engine == "ray":
         with Workers(given.address, given.options.device, given.options.processes) as workers:
             _spread(lines, given, workers)
         return
     failed = []
-    for line in lines:
-        options = _merged(given.options, line.task.options)
-        try:
-            _work(line, options, given.results)
-        except TimeUp as error:
-            limit = f"time limit of {given.options.minutes:g} min reached"
-            raise TimeUp(f"{limit} in {line.place} ({line.text})") from error
-        except InputError as error:
-            print(f"isda: {line.place}: {error}", file=sys.stderr)
-            failed.append(line.place)
+    with kept_images():  # lines with the same images load them once
+        for line in lines:
+            options = _merged(given.options, line.task.options)
+            try:
+                _work(line, options, given.results)
+            except TimeUp as error:
+                limit = f"time limit of {given.options.minutes:g} min reached"
+                raise TimeUp(f"{limit} in {line.place} ({line.text})") from error
+            except InputError as error:
+                print(f"isda: {line.place}: {error}", file=sys.stderr)
+                failed.append(line.place)
     if failed:
         raise InputError(f"{len(failed)} of {len(lines)} lines failed: {', '.join(failed)}")
 
 
 def _work(line: _Line, options: Options, results: Path) -> None:
     """Train what is missing of a line."""
-    if isinstance(line.task, _Search):
-        _search(line, line.task, options)
+    if isinstance(line.task, Search):
+        _search(line, line.task, options, results)
     elif isinstance(line.task, Calibrations):
         _calibrate(line, line.task, options, results)
     elif isinstance(line.task, AutoComparison):
         with join_processes(options.device):  # for both trainings
-            planned, _ = choose_lambda_0(replace(line.task, options=options))
+            task = replace(line.task, options=options)
+            planned, _ = choose_lambda_0(task, records=results)
             _train(line, planned, options, results)
     else:
         _train(line, line.task, options, results)
+
+
+def _forecast(lines: list[_Line], given: QueueArguments) -> str:
+    """What is left to train, and which lines would fail, as text."""
+    found, problems, seen = [], [], set[tuple[str, int]]()
+    speeds = Speeds([given.results, given.options.out])
+    for line in lines:
+        options = _merged(given.options, line.task.options)
+        folders = options.out, given.results
+        plans = expected_plans(line.task, options)
+        found.append(forecast(line.place, line.text, plans, folders, speeds, seen))
+        missing = [plan.recipe for plan in plans if not records_of(plan, *folders)]
+        try:
+            require_generators(missing, options)
+        except InputError as error:
+            problems.append(f"{line.place} will fail: {error}")
+    return "\n".join([forecast_text(found, speeds.devices, given.options.minutes), *problems])
 
 
 def _spread(lines: list[_Line], given: QueueArguments, workers: Workers) -> None:
@@ -153,7 +165,7 @@ def _spread(lines: list[_Line], given: QueueArguments, workers: Workers) -> None
             continue
         plans = line.task.plans()
         left = [plan for plan in plans
-                if not _finished(plan, options_of(line).out, given.results)]  # fmt: skip
+                if not records_of(plan, options_of(line).out, given.results)]  # fmt: skip
         done = len(plans) - len(left)
         print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
         left = [plan for plan in left if (plan.name, plan.seed) not in seen]
@@ -192,22 +204,16 @@ def _work_here(line: _Line, options: Options, results: Path) -> None:
     _work(line, replace(options), results)
 
 
-def _task(words: list[str]) -> Planned | AutoComparison | Calibrations | _Search:
-    if words[0] not in _COMMANDS:
-        raise unknown("command of a queue", words[0], _COMMANDS)
+def _task(words: list[str]) -> Command:
     try:
-        if words[0] == "calibrate":
-            return plan_calibrate(words[1:])
-        if words[0] != "search":
-            return plan_command(words)
-        return _Search(*parse_recipe(SearchArguments, "search", words[1:], description=""))
+        return plan_command(words)
     except SystemExit:
         raise InputError("--help does not go into a queue") from None
 
 
 def _train(line: _Line, planned: Planned, options: Options, results: Path) -> None:
     plans = planned.plans()
-    waiting = [plan for plan in plans if not _finished(plan, options.out, results)]
+    waiting = [plan for plan in plans if not records_of(plan, options.out, results)]
     done = len(plans) - len(waiting)
     print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
     if not waiting:
@@ -218,19 +224,9 @@ def _train(line: _Line, planned: Planned, options: Options, results: Path) -> No
             print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s", flush=True)
 
 
-def _search(line: _Line, task: _Search, options: Options) -> None:
+def _search(line: _Line, task: Search, options: Options, results: Path) -> None:
     print(f"{line.place}: {line.text}", flush=True)
-    given = task.given
-    result = search(
-        given.recipe,
-        task.name,
-        start=task.start,
-        candidates=given.candidates,
-        seeds=given.seeds,
-        final_seeds=given.final_seeds,
-        with_baseline=given.with_baseline,
-        options=options,
-    )
+    result = search(**task.arguments(), options=options, records=results)
     if result is not None:
         print(f"{search_table(result)}\n{result.record}", flush=True)
 
@@ -239,24 +235,13 @@ def _calibrate(line: _Line, task: Calibrations, options: Options, results: Path)
     folders = options.out, results
 
     def waiting(plan: Plan) -> bool:
-        return not any(map(load_calibration, _finished(plan, *folders)))
+        return not any(map(load_calibration, records_of(plan, *folders)))
 
     print(f"{line.place}: {line.text}", flush=True)
     for run in calibrate(task, options, waiting=waiting):
         found = load_calibration(run)
         assert found is not None
         print(f"{run.folder}: temperature {found.temperature:.3f}", flush=True)
-
-
-def _finished(plan: Plan, *folders: Path) -> list[Run]:
-    """Finished runs of a plan in the folders, with the same recipe."""
-    found: list[Run] = []
-    for folder in folders:
-        path = folder / plan.name / str(plan.seed)
-        if (path / "config.json").exists():
-            found += load_runs(path.parent)
-    return [run for run in found if run.seed == plan.seed and summary(run).finished
-            and run.recipe == plan.recipe]  # fmt: skip
 
 
 def _merged(given: Options, line: Options) -> Options:

@@ -2,19 +2,27 @@
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.networks import find_weights
-from isda.experiments.records import summary
+from isda.experiments.records import Run, export, load_runs, summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.training_step import Lane
 
-__all__ = ["create_folders", "finished_runs", "require_fit", "require_weights"]
+__all__ = [
+    "adopt_records",
+    "create_folders",
+    "finished_runs",
+    "records_of",
+    "require_fit",
+    "require_weights",
+]
 
 
 def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolder]:
@@ -32,6 +40,25 @@ def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolde
             if state is None or state["epoch"] == plan.recipe.epochs:
                 found[number] = run
     return found
+
+
+def records_of(plan: Plan, *folders: Path) -> list[Run]:
+    """Finished runs of a plan in folders of runs or records, with the same recipe."""
+    found: list[Run] = []
+    for folder in folders:
+        path = folder / plan.name / str(plan.seed)
+        if (path / "config.json").exists():
+            found += load_runs(path.parent)
+    return [run for run in found if run.seed == plan.seed and summary(run).finished
+            and run.recipe == plan.recipe]  # fmt: skip
+
+
+def adopt_records(plans: Sequence[Plan], records: Path, out: Path) -> None:
+    """Copy finished runs from a folder of records to that of the runs, unless they are there."""
+    for plan in plans:
+        if not (out / plan.name / str(plan.seed)).exists():
+            for run in records_of(plan, records):
+                export(run, out)
 
 
 def require_weights(plans: Sequence[Plan], options: Options) -> None:
