@@ -258,6 +258,9 @@ def test_written_figures(records, tmp_path: Path) -> None:
     ]
     light, dark = (file.read_text() for file in files[:: len(names)])
     assert light != dark
+    for svg in (file.read_text() for file in files):  # no glyph by its number in a font
+        assert {*re.findall(r'href="#(glyph\w+)"', svg)} == {*re.findall(r'"(glyph\w+)"', svg)}
+        assert "DejaVu" not in svg
     one = [run for run in records if run.name in PAIR]  # one λ₀, one number of images
     assert [file.name for file in write_figures(tmp_path / "few", one)] == [
         "effect-light.svg",

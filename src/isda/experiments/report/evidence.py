@@ -155,7 +155,10 @@ def training(side: Side, *, without: Collection[str] = ()) -> str:
         side: runs of a recipe.
         without: settings to leave out.
     """
-    data, network, _ = side.name.partition("+")[0].rsplit("-", 2)
+    parts = side.name.partition("+")[0].rsplit("-", 2)
+    if len(parts) < 3:  # a name that no recipe gives
+        return side.name
+    data, network, _ = parts
     network = NAMES.get(network, network.replace("resnet", "ResNet-"))
     words = [NAMES.get(data, data), network]
     if side.recipe.method == "isda" and side.label != "ISDA":
