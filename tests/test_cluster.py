@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,7 @@ from isda.experiments.cluster import Task, Workers
 from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.records import load_runs, summary
 
-QUICK = "--epochs 24 --batch-size 128 --hold-out 1200 --checkpoint-seconds 0"
+QUICK = "--epochs 8 --batch-size 128 --hold-out 1200 --checkpoint-seconds 0"
 QUEUE = f"""
 compare {QUICK} --seeds 0
 train digits-resnet8-ce {QUICK} --seeds 0 1
@@ -52,17 +51,15 @@ def trainer_of(folder: Path) -> int | None:
     return None
 
 
-def kill_the_trainer_of(folder: Path, killed: list[int]) -> None:
-    """Kill the process that trains a run, as soon as it has a checkpoint."""
+def kill_the_trainer_of(folder: Path, killed: list[bytes], done: threading.Event) -> None:
+    """Kill the process that trains a run, as soon as it has a checkpoint; notes its first epoch."""
     process = None
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        time.sleep(0.01)
+    while not done.wait(0.01):
         if process is None and (folder / "lock").exists():
             process = trainer_of(folder)
         if process is not None and (folder / "checkpoint.pt").exists():
             os.kill(process, signal.SIGKILL)
-            killed.append(process)
+            killed.append((folder / "metrics.jsonl").read_bytes().splitlines()[0])
             return
 
 
@@ -77,11 +74,13 @@ def test_a_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert main(["queue", "queue", "--device", "cpu", "--out", "alone"]) == 2
     torch.set_num_threads(threads)
     capfd.readouterr()
-    first = tmp_path / "runs" / "digits-resnet8-ce+epochs=24+batch_size=128+hold_out=1200" / "0"
-    killed: list[int] = []
-    thread = threading.Thread(target=kill_the_trainer_of, args=(first, killed), daemon=True)
+    first = tmp_path / "runs" / "digits-resnet8-ce+epochs=8+batch_size=128+hold_out=1200" / "0"
+    killed: list[bytes] = []
+    done = threading.Event()
+    thread = threading.Thread(target=kill_the_trainer_of, args=(first, killed, done))
     thread.start()
     assert main(["queue", "queue", *RAY]) == 2  # the last line diverges
+    done.set()
     thread.join()
     shown = capfd.readouterr()
     assert len(killed) == 1
@@ -91,6 +90,8 @@ def test_a_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert len(contents("runs")) == 3
     assert contents("runs") == contents("alone")
     assert (first / "calibration.json").exists()
+    # resumed and not started again: the first epoch is that of the killed worker, with its time
+    assert (first / "metrics.jsonl").read_bytes().splitlines()[0] == killed[0]
 
 
 def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

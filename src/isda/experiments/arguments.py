@@ -328,26 +328,28 @@ def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
     for flag in ("--pretrained", "--freeze"):
         scan.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
     found, _ = scan.parse_known_args(words)
-    if name is not None:
-        start = get_recipe(name)
-    elif (found.data or "").startswith("imagefolder:"):
-        start = OWN_IMAGES
-        if found.pretrained or (found.pretrained is None and (found.weights or found.freeze)):
-            network = found.network or start.network
-            start = _fine_tuning(network, found.weights or "", freeze=bool(found.freeze))
-        elif (found.network or "").startswith("timm:"):
-            from isda.experiments.networks import own_image_size  # slow to import
-
-            start = replace(start, image_size=own_image_size(found.network) or start.image_size)
-        if _on_gpu(found.device or "auto"):
-            start = replace(start, precision="bf16")
+    if name is None and (found.data or "").startswith("imagefolder:"):
+        start = _own_images(found)
     else:
-        start = get_recipe(DEFAULT)
+        start = get_recipe(DEFAULT if name is None else name)
     if found.method not in METHODS or found.method == "isda":
         return start, start
     noise_rate = 0.05 if found.method == "disturb_label" else 0.0
     changed = replace(start.baseline(), method=found.method, noise_rate=noise_rate)
     return (start if name else changed), changed
+
+
+def _own_images(found: argparse.Namespace) -> Recipe:
+    """Default recipe for images of the user, with the network that the flags ask for."""
+    start = OWN_IMAGES
+    if found.pretrained or (found.pretrained is None and (found.weights or found.freeze)):
+        network = found.network or start.network
+        start = _fine_tuning(network, found.weights or "", freeze=bool(found.freeze))
+    elif (found.network or "").startswith("timm:"):
+        from isda.experiments.networks import own_image_size  # slow to import
+
+        start = replace(start, image_size=own_image_size(found.network) or start.image_size)
+    return replace(start, precision="bf16") if _on_gpu(found.device or "auto") else start
 
 
 def _on_gpu(device: str) -> bool:

@@ -8,7 +8,7 @@ or resumed. So the command can be stopped or killed at any time and started agai
 import dataclasses
 import shlex
 import sys
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,12 @@ from isda.experiments.settings import Options
 from isda.experiments.training import loop
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.failures import finished_first
-from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
+from isda.experiments.training.groups import (
+    MOST_SIDE_BY_SIDE,
+    Plan,
+    same_steps,
+    whole_seeds,
+)
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.start import records_of
 
@@ -104,8 +109,14 @@ def work_through(given: QueueArguments) -> None:
             except InputError as error:
                 print(f"isda: {line.place}: {error}", file=sys.stderr)
                 failed.append(line.place)
-    if failed:
-        raise InputError(f"{len(failed)} of {len(lines)} lines failed: {', '.join(failed)}")
+    _raise_failed(failed, lines)
+
+
+def _raise_failed(places: list[str], lines: list[_Line]) -> None:
+    """Raise InputError if lines have failed."""
+    places = list(dict.fromkeys(places))
+    if places:
+        raise InputError(f"{len(places)} of {len(lines)} lines failed: {', '.join(places)}")
 
 
 def _work(line: _Line, options: Options, results: Path) -> None:
@@ -146,55 +157,67 @@ def _spread(lines: list[_Line], given: QueueArguments, workers: Workers) -> None
     First the runs of all lines, a run that two lines need once; then the lines that choose or fit
     something with their runs, each on one worker.
     """
-
-    def options_of(line: _Line) -> Options:  # when a worker is free, with the time that is left
-        merged = _merged(given.options, line.task.options)
-        return replace(merged, device=workers.device, processes=1)
-
-    def task(line: _Line, plans: list[Plan]) -> Task:
-        out = options_of(line).out
-        folders = tuple((out / plan.name / str(plan.seed), plan.recipe.epochs) for plan in plans)
-        return Task(line.place, lambda: partial(_train_here, plans, options_of(line)), folders)
-
-    def whole(line: _Line) -> Task:
-        return Task(line.place, lambda: partial(_work_here, line, options_of(line), given.results))
-
-    first, seen = [], set()
+    runs, seen = [], set[tuple[str, int]]()
     for line in lines:
-        if not isinstance(line.task, Planned):
-            continue
-        plans = line.task.plans()
-        left = [plan for plan in plans
-                if not records_of(plan, options_of(line).out, given.results)]  # fmt: skip
-        done = len(plans) - len(left)
-        print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
-        left = [plan for plan in left if (plan.name, plan.seed) not in seen]
-        seen |= {(plan.name, plan.seed) for plan in left}
-        while left:
-            same = [plan for plan in left if same_steps(plan.recipe, left[0].recipe)]
-            left = [plan for plan in left if plan not in same]
-            width = -(-len(same) // workers.number)
-            if workers.device == "cuda":
-                width = min(width, options_of(line).side_by_side or MOST_SIDE_BY_SIDE)
-            else:
-                width = 1
-            first += [task(line, same[n : n + width]) for n in range(0, len(same), width)]
-    then = [whole(line) for line in lines if not isinstance(line.task, Planned)]
-    failed = workers.run(first) if first else []
-    failed += workers.run(then) if then else []
-    for one in first:
-        for folder, _ in one.runs:
-            for run in load_runs(folder) if (folder / "config.json").exists() else ():
-                if summary(run).finished:
-                    print(f"{run.folder}: error {summary(run).error:.2f} %")
-    for one, reason in failed:
-        print(f"isda: {one.label}: {reason}", file=sys.stderr)
-    if failed:
-        places = list(dict.fromkeys(one.label for one, _ in failed))
-        raise InputError(f"{len(places)} of {len(lines)} lines failed: {', '.join(places)}")
+        if isinstance(line.task, Planned):
+            left = _left(line, line.task, _worker_options(line, given, workers).out, given.results)
+            left = [plan for plan in left if (plan.name, plan.seed) not in seen]
+            seen |= {(plan.name, plan.seed) for plan in left}
+            runs += [_group_task(line, part, given, workers)
+                     for part in _worker_groups(left, given.options, workers)]  # fmt: skip
+    whole = [_line_task(line, given, workers) for line in lines
+             if not isinstance(line.task, Planned)]  # fmt: skip
+    failed = [*workers.run(runs), *workers.run(whole)]
+    for folder in (folder for task in runs for folder, _ in task.runs):
+        for run in load_runs(folder) if (folder / "config.json").exists() else ():
+            if summary(run).finished:
+                print(f"{run.folder}: error {summary(run).error:.2f} %")
+    for task, reason in failed:
+        print(f"isda: {task.label}: {reason}", file=sys.stderr)
+    _raise_failed([task.label for task, _ in failed], lines)
 
 
-def _train_here(plans: list[Plan], options: Options) -> None:
+def _worker_groups(
+    plans: list[Plan], options: Options, workers: Workers
+) -> Iterator[Sequence[Plan]]:
+    """Runs that a worker trains together: equal shares, on a GPU not more than fit side by side."""
+    while plans:
+        same = [plan for plan in plans if same_steps(plan.recipe, plans[0].recipe)]
+        plans = [plan for plan in plans if plan not in same]
+        width = 1
+        if workers.device == "cuda":
+            share = -(-len(same) // workers.number)
+            width = whole_seeds(same, min(share, options.side_by_side or MOST_SIDE_BY_SIDE))
+        yield from (same[start : start + width] for start in range(0, len(same), width))
+
+
+def _group_task(
+    line: _Line, plans: Sequence[Plan], given: QueueArguments, workers: Workers
+) -> Task:
+    """The task to train runs of a line."""
+    options = partial(_worker_options, line, given, workers)
+    folders = [options().out / plan.name / str(plan.seed) for plan in plans]
+    epochs = [plan.recipe.epochs for plan in plans]
+    return Task(
+        line.place,
+        lambda: partial(_train_here, plans, options()),
+        tuple(zip(folders, epochs, strict=True)),
+    )
+
+
+def _line_task(line: _Line, given: QueueArguments, workers: Workers) -> Task:
+    """The task to train what is missing of a line."""
+    options = partial(_worker_options, line, given, workers)
+    return Task(line.place, lambda: partial(_work_here, line, options(), given.results))
+
+
+def _worker_options(line: _Line, given: QueueArguments, workers: Workers) -> Options:
+    """Options of a line on a worker, with the time that is left now."""
+    options = _merged(given.options, line.task.options).with_minutes_left()
+    return replace(options, device=workers.device, processes=1)
+
+
+def _train_here(plans: Sequence[Plan], options: Options) -> None:
     """Train runs side by side on a worker, whose clock is not that of the command."""
     loop.train(plans, replace(options), progress=False)
 
@@ -212,16 +235,22 @@ def _task(words: list[str]) -> Command:
 
 
 def _train(line: _Line, planned: Planned, options: Options, results: Path) -> None:
-    plans = planned.plans()
-    waiting = [plan for plan in plans if not records_of(plan, options.out, results)]
-    done = len(plans) - len(waiting)
-    print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
+    waiting = _left(line, planned, options.out, results)
     if not waiting:
         return
     with finished_first(loop.train, waiting, options) as runs:
         for run in runs:
             result = summary(run)
             print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s", flush=True)
+
+
+def _left(line: _Line, planned: Planned, *folders: Path) -> list[Plan]:
+    """The runs of a line that are not finished; prints how many are."""
+    plans = planned.plans()
+    left = [plan for plan in plans if not records_of(plan, *folders)]
+    done = len(plans) - len(left)
+    print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
+    return left
 
 
 def _search(line: _Line, task: Search, options: Options, results: Path) -> None:
@@ -245,13 +274,10 @@ def _calibrate(line: _Line, task: Calibrations, options: Options, results: Path)
 
 
 def _merged(given: Options, line: Options) -> Options:
-    """Options of a line, else those of the command; always resumes, with the time that is left."""
+    """Options of a line, else those of the command; always resumes, in the time of the command."""
     changed = {
         field.name: getattr(line, field.name)
         for field in dataclasses.fields(Options)
         if getattr(line, field.name) != field.default
     }
-    if given.minutes is None:
-        return replace(given, **{**changed, "resume": True, "minutes": None})
-    left = given.minutes - (time.monotonic() - given.started_at) / 60
-    return replace(given, **{**changed, "resume": True, "minutes": max(left, 1e-9)})
+    return given.changed(**{**changed, "resume": True, "minutes": given.minutes})

@@ -208,24 +208,28 @@ def _named() -> Iterator[tuple[str, Recipe]]:
         if recipe.data != "imagenet" and recipe.augment in ((), ("crop", "flip")):
             smoothed = replace(recipe.baseline(), method="label_smoothing")
             yield f"{training}-label_smoothing", smoothed
-        if recipe.augment != ("crop", "flip"):
-            continue
-        if recipe.network in _TABLE_4:
-            for method in _TABLE_4_METHODS:
-                noise = 0.1 if training == "cifar100-resnet110" else 0.05
-                noise_rate = noise if method == "disturb_label" else 0.0
-                changed = replace(recipe.baseline(), method=method, noise_rate=noise_rate)
+        if recipe.augment == ("crop", "flip"):
+            for method, changed in _variants(recipe, training):
                 yield f"{training}-{method}", changed
-            for gan in _TABLE_4_GANS:
-                if gan != "wgan" or recipe.data == "cifar10":  # as in the paper
-                    mixed = replace(recipe.baseline(), generator=gan, synthetic=1 / 6)
-                    yield f"{training}-{gan}", mixed
-        if recipe.network == "resnet110":
-            yield f"{training}-dropout", replace(recipe.baseline(), drop_rate=0.3)
-            yield f"{training}-dropout_isda", replace(recipe, drop_rate=0.3)
-        if recipe.network == "wide_resnet28_10":
-            for ablation, changes in _ABLATIONS.items():
-                yield f"{training}-{ablation}", replace(recipe, **changes)
+
+
+def _variants(recipe: Recipe, training: str) -> Iterator[tuple[str, Recipe]]:
+    """Rows of Tables 4 and 5 that a recipe of ISDA on CIFAR has, by name of the method."""
+    baseline = recipe.baseline()
+    if recipe.network in _TABLE_4:
+        for loss in _TABLE_4_METHODS:
+            noise = 0.1 if training == "cifar100-resnet110" else 0.05
+            noise_rate = noise if loss == "disturb_label" else 0.0
+            yield loss, replace(baseline, method=loss, noise_rate=noise_rate)
+        for gan in _TABLE_4_GANS:
+            if gan != "wgan" or recipe.data == "cifar10":  # as in the paper
+                yield gan, replace(baseline, generator=gan, synthetic=1 / 6)
+    if recipe.network == "resnet110":
+        yield "dropout", replace(baseline, drop_rate=0.3)
+        yield "dropout_isda", replace(recipe, drop_rate=0.3)
+    if recipe.network == "wide_resnet28_10":
+        for ablation, changes in _ABLATIONS.items():
+            yield ablation, replace(recipe, **changes)
 
 
 RECIPES: dict[str, Recipe] = dict(_named())

@@ -163,7 +163,7 @@ def choose(
             [recipe.baseline().shortened(part.epochs)] if with_baseline and not number else []
         )
         # runs of the rounds before may be the same, if they have as few epochs
-        own = options.resuming() if number else options
+        own = options.changed(resume=True) if number else options
         trials = _trials([*baseline, *recipes], named, part.seeds, own, records)
         order = _ranked(trials, candidates)
         shown.append(tuple(trials))

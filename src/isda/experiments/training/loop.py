@@ -223,42 +223,48 @@ class _Training:
         saved, stopped = time.monotonic(), False
         for epoch in _progress(lanes, until, show=self.progress and self.rank == 0):
             began = time.perf_counter()
-            try:
-                runner.train_epoch()
-            except InputError:
-                raise
-            except (ValueError, FloatingPointError) as error:  # on a CPU, where runs train alone
-                self.failures.add(members[0].number, _stopped(members[0], str(error)))
+            results = self._train_epoch(runner, members)
+            if results is None:
                 break
-            results = runner.evaluate()
             start_up.epoch_done()
-            seconds = (time.perf_counter() - began) / len(lanes)
-            for member, result in zip(members, results, strict=True):
-                reason = _not_finite(member.lane, result)
-                if reason is None:
-                    member.lane.epoch = epoch + 1
-                else:  # before anything of this epoch is written
-                    self.failures.add(member.number, _stopped(member, reason))
-            stopped = self.deadline.is_up(time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            stopped = self.deadline.is_up(seconds)
             last = stopped or epoch + 1 == until
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
             memory = _peak_memory(lanes)
+            share = seconds / len(lanes)
             with together():
                 for member, result, writer in zip(members, results, writers, strict=True):
-                    if member.number in self.failures:
-                        continue
-                    metrics = _metrics(member.lane, epoch, result, seconds, len(lanes), memory)
-                    _write(member, metrics, writer, save=save, last=last)
+                    if member.number not in self.failures:
+                        metrics = _metrics(member.lane, epoch, result, share, len(lanes), memory)
+                        _write(member, metrics, writer, save=save, last=last)
             if save:
                 saved = time.monotonic()
-            if any(member.number in self.failures for member in members):
-                break  # the others go on without them
-            if stopped and epoch + 1 < until:
-                break
+            failed = any(member.number in self.failures for member in members)
+            if failed or (stopped and epoch + 1 < until):
+                break  # if runs have failed, the others go on without them
         for writer in writers:
             if writer is not None:
                 writer.close()
         return stopped
+
+    def _train_epoch(self, runner: SideBySide, members: list[_Member]) -> list[list[float]] | None:
+        """Train and evaluate for an epoch, and note which runs have diverged; None if all have."""
+        try:
+            runner.train_epoch()
+        except InputError:
+            raise
+        except (ValueError, FloatingPointError) as error:  # on a CPU, where runs train alone
+            self.failures.add(members[0].number, _stopped(members[0], str(error)))
+            return None
+        results = runner.evaluate()
+        for member, result in zip(members, results, strict=True):
+            reason = _not_finite(member.lane, result)
+            if reason is None:
+                member.lane.epoch += 1
+            else:  # before anything of this epoch is written
+                self.failures.add(member.number, _stopped(member, reason))
+        return results
 
 
 def _write(

@@ -12,6 +12,7 @@ from isda.experiments.networks import find_weights
 from isda.experiments.records import Run, export, load_runs, summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
+from isda.experiments.training.images import require_fit as require_network_fit
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.training_step import Lane
 
@@ -99,12 +100,7 @@ def require_fit(lane: Lane) -> None:
         return  # was verified when the features were computed
     recipe, device = lane.recipe, lane.device
     shape = lane.data.image_shape
-    images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
-    lane.network.eval()
-    with torch.no_grad():
-        with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
-            logits = lane.network(images)
-        lane.network.check(images, logits)
+    require_network_fit(lane.network.eval(), recipe, shape, device)
     lane.network.train()
     if (lane.num_images - 1) % recipe.batch_size:
         return
@@ -117,4 +113,4 @@ def require_fit(lane: Lane) -> None:
         torch.no_grad(),
     ):
         network = lane.create_network(recipe, lane.data, lane.seed)
-        network.to(device).train()(images[:1])
+        network.to(device).train()(torch.zeros(1, *shape, device=device))
