@@ -16,7 +16,7 @@ import tyro
 from isda.experiments.errors import InputError
 from isda.experiments.published import COST
 from isda.experiments.recipe_checks import require_seeds
-from isda.experiments.recipes import DEFAULT, OWN_IMAGES, fine_tuning, get_recipe
+from isda.experiments.recipes import DEFAULT, OWN_IMAGES, fine_tuning, flags, get_recipe
 from isda.experiments.settings import METHODS, Options, Recipe
 
 __all__ = [
@@ -124,19 +124,11 @@ class TableArguments:
 
     def train_flags(self) -> list[str]:
         """The same settings as flags of ``isda train``."""
-        flags = ["--seeds", *map(str, self.seeds)]
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) is not None:
-                flags += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
-        for option in fields(Options):
-            value, flag = getattr(self.options, option.name), option.name.replace("_", "-")
-            if value == option.default:
-                continue
-            if isinstance(value, bool):
-                flags.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                flags += [f"--{flag}", str(value)]
-        return flags
+        changed = {name: getattr(self, name) for name in ("epochs", "batch_size")}
+        changed = {name: value for name, value in changed.items() if value is not None}
+        options = {option.name: getattr(self.options, option.name) for option in fields(Options)
+                   if getattr(self.options, option.name) != option.default}  # fmt: skip
+        return flags({"seeds": self.seeds, **changed, **options})
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ the code, and the choice is a field: ``milestones``, ``cosine_offset``, ``ramp``
 """
 
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -21,9 +22,11 @@ __all__ = [
     "RECIPES",
     "baseline_of",
     "fine_tuning",
+    "flags",
     "get_recipe",
     "name_of",
     "run_name",
+    "train_command",
 ]
 
 
@@ -74,6 +77,40 @@ def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> st
         for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
     ]
     return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+
+
+def train_command(name: str, recipe: Recipe, seeds: Iterable[int]) -> str:
+    """The command that trains the runs with this name.
+
+    >>> start = get_recipe("digits-resnet8-isda")
+    >>> train_command("digits-resnet8-isda+lambda_0=1.0", replace(start, lambda_0=1.0), [0, 1])
+    'isda train digits-resnet8-isda --lambda-0 1.0 --seeds 0 1'
+
+    Args:
+        name: name of the runs: that of a recipe, and what was changed.
+        recipe: recipe of the runs.
+        seeds: their seeds.
+    """
+    start = name.partition("+")[0]
+    changes = differing_fields(get_recipe(start), recipe)
+    changed = {field: value for field, (_, value) in changes.items()}
+    return shlex.join(["isda", "train", start, *flags({**changed, "seeds": tuple(seeds)})])
+
+
+def flags(values: Mapping[str, Any]) -> list[str]:
+    """Fields of a recipe or of options as flags of a command.
+
+    >>> flags({"batch_size": 8, "nesterov": False, "milestones": (1, 2)})
+    ['--batch-size', '8', '--no-nesterov', '--milestones', '1', '2']
+    """
+    words = []
+    for field, value in values.items():
+        flag = field.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
+    return words
 
 
 def baseline_of(name: str) -> str:
