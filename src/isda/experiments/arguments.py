@@ -16,7 +16,14 @@ import tyro
 from isda.experiments.errors import InputError
 from isda.experiments.published import COST
 from isda.experiments.recipe_checks import require_seeds
-from isda.experiments.recipes import DEFAULT, OWN_IMAGES, fine_tuning, flags, get_recipe
+from isda.experiments.recipes import (
+    DEFAULT,
+    OWN_IMAGES,
+    fine_tuning,
+    flags,
+    get_recipe,
+    with_method,
+)
 from isda.experiments.settings import METHODS, Options, Recipe
 
 __all__ = [
@@ -326,8 +333,7 @@ def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
         start = get_recipe(DEFAULT if name is None else name)
     if found.method not in METHODS or found.method == "isda":
         return start, start
-    noise_rate = 0.05 if found.method == "disturb_label" else 0.0
-    changed = replace(start.baseline(), method=found.method, noise_rate=noise_rate)
+    changed = with_method(start, found.method)
     return (start if name else changed), changed
 
 

@@ -18,9 +18,10 @@ from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, outline
 from isda.experiments.plans import Calibrations, Command, Planned, Search
+from isda.experiments.recipes import pair_name
 from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.report.text import text_table
-from isda.experiments.search import checked_candidates, default_hold_out, halving, trial_name
+from isda.experiments.search import checked_candidates, default_hold_out, halving
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.start import records_of
@@ -117,7 +118,7 @@ def expected_plans(task: Command, options: Options) -> list[Plan]:
         tried += [held.baseline()] * given.with_baseline
         final = replace(recipe, lambda_0=start.lambda_0, hold_out=0)
         runs = [*product(tried, given.seeds), *product([final], given.final_seeds)]
-        return [Plan(trial_name(start, task.name, one), one, seed) for one, seed in runs]
+        return [Plan(pair_name(start, task.name, one), one, seed) for one, seed in runs]
     candidates = checked_candidates(task.candidates, recipe)
     plans = []
     for part in halving(len(candidates), recipe.epochs):

@@ -16,7 +16,7 @@ from isda.experiments.arguments import (
 )
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipe_checks import require_seeds
-from isda.experiments.recipes import baseline_of, get_recipe, run_name
+from isda.experiments.recipes import baseline_of, get_recipe, pair_name, run_name, with_method
 from isda.experiments.report.paper_tables import cell_recipes
 from isda.experiments.settings import METHODS, Options, Recipe
 from isda.experiments.training.groups import Plan
@@ -60,45 +60,8 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class AutoComparison:
-    """A comparison whose λ₀ is still to be chosen on held-out images."""
-
-    recipe: Recipe
-    """Recipe of ISDA; its λ₀ is ignored, its ``hold_out`` is for the choice alone."""
-
-    start: Recipe
-    """Recipe before fields were changed."""
-
-    name: str | None
-    """Name of ``start``, if one was given."""
-
-    candidates: tuple[float, ...] | None
-    """Values of λ₀; None: those of the paper."""
-
-    seeds: tuple[int, ...]
-    """Seeds of the comparison."""
-
-    options: Options
-    """How to run the training."""
-
-    def named(self, recipe: Recipe) -> str:
-        """Name of the runs of a recipe of this comparison."""
-        if recipe.method == "isda":
-            return run_name(recipe, self.start, self.name)
-        return run_name(
-            recipe, self.start.baseline(), baseline_of(self.name) if self.name else None
-        )
-
-    def planned(self, lambda_0: float, *, hold_out: int = 0) -> Planned:
-        """Runs of the comparison with this λ₀."""
-        recipe = replace(self.recipe, lambda_0=float(lambda_0), hold_out=hold_out)
-        recipes = {self.named(one): one for one in (recipe.baseline(), recipe)}
-        return Planned(recipes, self.seeds, self.options)
-
-
-@dataclass(frozen=True)
-class Calibrations:
-    """Methods that are trained without some images, on which a temperature is fitted."""
+class _WithHeldOut:
+    """Runs that need held-out images, whose number may depend on the data set."""
 
     recipe: Recipe
     """Recipe of ISDA; without ``hold_out``, the usual number of images is held out."""
@@ -109,14 +72,37 @@ class Calibrations:
     name: str | None
     """Name of ``start``, if one was given."""
 
-    methods: tuple[str, ...]
-    """Losses to train."""
-
     seeds: tuple[int, ...]
     """One run of every method per seed."""
 
     options: Options
     """How to run the training."""
+
+
+@dataclass(frozen=True)
+class AutoComparison(_WithHeldOut):
+    """A comparison whose λ₀ is still to be chosen on held-out images."""
+
+    candidates: tuple[float, ...] | None
+    """Values of λ₀; None: those of the paper. The λ₀ of the recipe is ignored."""
+
+    def named(self, recipe: Recipe) -> str:
+        """Name of the runs of a recipe of this comparison."""
+        return pair_name(self.start, self.name, recipe)
+
+    def planned(self, lambda_0: float, *, hold_out: int = 0) -> Planned:
+        """Runs of the comparison with this λ₀."""
+        recipe = replace(self.recipe, lambda_0=float(lambda_0), hold_out=hold_out)
+        recipes = {self.named(one): one for one in (recipe.baseline(), recipe)}
+        return Planned(recipes, self.seeds, self.options)
+
+
+@dataclass(frozen=True)
+class Calibrations(_WithHeldOut):
+    """Methods that are trained without some images, on which a temperature is fitted."""
+
+    methods: tuple[str, ...]
+    """Losses to train."""
 
     def planned(self, hold_out: int) -> Planned:
         """Runs of all methods."""
@@ -125,9 +111,7 @@ class Calibrations:
             start, recipe = self.start, replace(self.recipe, hold_out=hold_out)
             name = self.name
             if method != "isda":
-                noise_rate = 0.05 if method == "disturb_label" else 0.0
-                changes: dict[str, Any] = {"method": method, "noise_rate": noise_rate}
-                start, recipe = (replace(one.baseline(), **changes) for one in (start, recipe))
+                start, recipe = (with_method(one, method) for one in (start, recipe))
                 name = baseline_of(name) if name and method == "ce" else None
             recipes[run_name(recipe, start, name)] = recipe
         return Planned(recipes, self.seeds, self.options)
@@ -178,7 +162,7 @@ def plan_calibrate(words: list[str], *, description: str = "") -> Calibrations:
             raise unknown("method", method, METHODS)
     if not methods or len({*methods}) != len(methods):
         raise InputError(f"methods must be different names, got {' '.join(methods) or 'none'}")
-    return Calibrations(recipe, start, name, methods, given.seeds, given.options)
+    return Calibrations(recipe, start, name, given.seeds, given.options, methods)
 
 
 def plan_search(words: list[str], *, description: str = "") -> Search:
@@ -219,7 +203,7 @@ def plan_compare(words: list[str], *, description: str = "") -> Planned | AutoCo
         raise InputError(f"method must be isda to compare it with ce, got {recipe.method!r}")
     if given.candidates is not None and not auto:
         raise InputError("--candidates are the values to try with --lambda-0 auto")
-    task = AutoComparison(recipe, start, name, given.candidates, given.seeds, given.options)
+    task = AutoComparison(recipe, start, name, given.seeds, given.options, given.candidates)
     return task if auto else task.planned(recipe.lambda_0, hold_out=recipe.hold_out)
 
 

@@ -25,8 +25,10 @@ __all__ = [
     "flags",
     "get_recipe",
     "name_of",
+    "pair_name",
     "run_name",
     "train_command",
+    "with_method",
 ]
 
 
@@ -77,6 +79,19 @@ def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> st
         for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
     ]
     return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+
+
+def pair_name(start: Recipe, start_name: str | None, recipe: Recipe) -> str:
+    """Name of a run of ISDA or of its baseline, both made from a recipe of ISDA, ``start``."""
+    if recipe.method == "isda":
+        return run_name(recipe, start, start_name)
+    return run_name(recipe, start.baseline(), baseline_of(start_name) if start_name else None)
+
+
+def with_method(recipe: Recipe, method: Any, *, noise_rate: float = 0.05) -> Recipe:
+    """The baseline of a recipe with another loss; disturb_label has this noise rate."""
+    noise_rate = noise_rate if method == "disturb_label" else 0.0
+    return replace(recipe.baseline(), method=method, noise_rate=noise_rate)
 
 
 def train_command(name: str, recipe: Recipe, seeds: Iterable[int]) -> str:
@@ -243,8 +258,7 @@ def _named() -> Iterator[tuple[str, Recipe]]:
         yield name_of(recipe), recipe
         training = f"{recipe.data}-{recipe.network}"
         if recipe.data != "imagenet" and recipe.augment in ((), ("crop", "flip")):
-            smoothed = replace(recipe.baseline(), method="label_smoothing")
-            yield f"{training}-label_smoothing", smoothed
+            yield f"{training}-label_smoothing", with_method(recipe, "label_smoothing")
         if recipe.augment == ("crop", "flip"):
             for method, changed in _variants(recipe, training):
                 yield f"{training}-{method}", changed
@@ -256,8 +270,7 @@ def _variants(recipe: Recipe, training: str) -> Iterator[tuple[str, Recipe]]:
     if recipe.network in _TABLE_4:
         for loss in _TABLE_4_METHODS:
             noise = 0.1 if training == "cifar100-resnet110" else 0.05
-            noise_rate = noise if loss == "disturb_label" else 0.0
-            yield loss, replace(baseline, method=loss, noise_rate=noise_rate)
+            yield loss, with_method(recipe, loss, noise_rate=noise)
         for gan in _TABLE_4_GANS:
             if gan != "wgan" or recipe.data == "cifar10":  # as in the paper
                 yield gan, replace(baseline, generator=gan, synthetic=1 / 6)

@@ -22,7 +22,7 @@ from isda import distributed
 from isda.experiments.errors import InputError, RunsFailed, StoppedElsewhere
 from isda.experiments.files import write_text
 from isda.experiments.recipe_checks import require_seeds
-from isda.experiments.recipes import RECIPES, baseline_of, run_name
+from isda.experiments.recipes import RECIPES, pair_name
 from isda.experiments.records import Run
 from isda.experiments.report.comparison import Side, create_side
 from isda.experiments.report.intervals import RESOLUTION
@@ -47,7 +47,6 @@ __all__ = [
     "halving",
     "search",
     "search_table",
-    "trial_name",
 ]
 
 
@@ -219,7 +218,7 @@ def search(
     if hold_out < 1:
         raise InputError(f"hold_out must be >= 1, got {hold_out}")
 
-    named = partial(trial_name, begun, name)
+    named = partial(pair_name, begun, name)
     recipe = replace(recipe, hold_out=hold_out)
     if not options.resume:  # find existing runs of the final training now, not after hours
         finals = [named(replace(recipe, lambda_0=float(one), hold_out=0)) for one in candidates]
@@ -279,13 +278,6 @@ def choice_table(choice: Choice) -> str:
 _CANDIDATES = (0.1, 0.25, 0.5, 0.75, 1.0)  # these and the next: Section 4.1
 _IMAGENET_CANDIDATES = (1.0, 2.5, 5.0, 7.5, 10.0)
 _HOLD_OUT = {"cifar10": 5_000, "cifar100": 5_000, "imagenet": 50_000}
-
-
-def trial_name(start: Recipe, name: str | None, trial: Recipe) -> str:
-    """Name of the runs of a recipe of a search, which began with the recipe ``start``."""
-    if trial.method == "isda":
-        return run_name(trial, start, name)
-    return run_name(trial, start.baseline(), baseline_of(name) if name else None)
 
 
 def _trials(

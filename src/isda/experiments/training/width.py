@@ -80,7 +80,8 @@ def fastest_width(
         options: how to run the training.
         device: device of the runs.
     """
-    path, key = (options.compile_cache or options.out) / _FILE, _key(recipe, device)
+    folder = (options.compile_cache or options.out).expanduser()
+    path, key = folder / _FILE, _key(recipe, device)
     known = _read(path)
     seconds = known.get(key, {})
     width = choose_width(seconds) if seconds else expected
