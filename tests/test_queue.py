@@ -8,7 +8,7 @@ import pytest
 
 from isda.experiments.cli import TIME_UP, main
 from isda.experiments.errors import RunError
-from isda.experiments.forecast import expected_plans, state_size
+from isda.experiments.forecast import Speeds, expected_plans, state_size
 from isda.experiments.generators.synthetic_images import require_generators
 from isda.experiments.queue import read_queue
 from isda.experiments.recipes import get_recipe
@@ -230,6 +230,25 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "20 minutes are enough for lines 1, 2; line 3 begins and is continued" in text
     assert "my queue:6 will fail: there is no generator in generators/cifar100-cgan/0" in text
     assert not Path("runs").exists()
+
+
+def test_speeds_of_own_runs_take_precedence() -> None:
+    assert main(["train", "digits-resnet8-ce", *QUICK.split()]) == 0
+    (run,) = load_runs("runs")
+    Path("results/benchmarks").mkdir(parents=True)
+    Path("results/benchmarks/train.csv").write_text(
+        "data,network,precision,images_per_second,device\ndigits,resnet8,fp32,1e9,fast\n,,,,\n"
+    )
+    Path("results/benchmarks/train_other.csv").write_text("a,b\n1,2\n")  # another table
+    whole = get_recipe("digits-resnet8-ce")
+    assert Speeds([Path("results")]).seconds_per_epoch(whole) == pytest.approx(1437 / 1e9)
+    seconds = [line["seconds"] for line in run.metrics()]
+    both = Speeds([Path("results"), Path("runs"), Path("nowhere")])
+    assert list(both.devices) == ["fast", run.environments[0]["device"]]
+    found = both.seconds_per_epoch(run.recipe)  # 237 images
+    assert found is not None
+    assert min(seconds) <= found <= max(seconds)
+    assert both.seconds_per_epoch(get_recipe("cifar10-resnet32-ce")) is None
 
 
 @pytest.mark.parametrize("name", ["digits-resnet8-ce", "digits-resnet8-isda"])

@@ -4,6 +4,7 @@ The time of a run is its number of images over the speed of the same network, in
 earlier runs or else in a table of benchmarks/train.py. It does not include the start-up.
 """
 
+import contextlib
 import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -68,38 +69,51 @@ class Speeds:
     """Images per second of all runs side by side together, by network.
 
     Args:
-        folders: folders of runs or records; one of records may have benchmarks/train*.csv.
+        folders: folders of runs or records; later ones take precedence, and in a folder its runs
+            over its benchmarks/train*.csv.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
-        measured: dict[tuple[str, ...], list[float]] = {}
         self.devices: dict[str, None] = {}  # in order, each once
-        self._known: dict[tuple[str, ...], float] = {}
+        self._known: dict[tuple[object, ...], float] = {}
         for folder in folders:
-            for path in sorted((folder / "benchmarks").glob("train*.csv")):
-                with open(path, encoding="utf-8", newline="") as file:
-                    for row in csv.DictReader(file):
-                        key = _kind(row["data"], row["network"], row["precision"])
-                        speed = float(row["images_per_second"])
-                        self._known[key] = max(speed, self._known.get(key, 0.0))
-                        self.devices[row["device"]] = None
-            for run in load_runs(folder) if folder.is_dir() else ():
-                speeds = [line["images_per_second"] for line in run.metrics()
-                          if "images_per_second" in line]  # fmt: skip
-                if speeds:
-                    key = _kind(run.recipe.data, run.recipe.network, run.recipe.precision)
-                    measured.setdefault(key, []).append(median(speeds))
-                    self.devices[str(run.environments[-1].get("device"))] = None
-        self._known |= {key: median(speeds) for key, speeds in measured.items()}
+            self._add_benchmarks(folder / "benchmarks")
+            if folder.is_dir():
+                self._add_runs(load_runs(folder))
 
     def seconds_per_epoch(self, recipe: Recipe) -> float | None:
         """Time of an epoch of a run; None if it is unknown."""
-        speed = self._known.get(_kind(recipe.data, recipe.network, recipe.precision))
+        key = _kind(recipe.data, recipe.network, recipe.precision)
+        speed = self._known.get((*key, recipe.images_per_class), self._known.get((*key, 0)))
         if speed is None or recipe.data not in _SIZES:
             return None
         images, classes, _ = _SIZES[recipe.data]
         drawn = recipe.images_per_class * classes
         return (drawn or images - recipe.hold_out) / (1 - recipe.synthetic) / speed
+
+    def _add_benchmarks(self, folder: Path) -> None:
+        """The highest speed of each network: that with the best number of runs side by side."""
+        for path in sorted(folder.glob("train*.csv")):
+            with open(path, encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    with contextlib.suppress(KeyError, ValueError):  # another table
+                        key = *_kind(row["data"], row["network"], row["precision"]), 0
+                        speed = float(row["images_per_second"])
+                        self._known[key] = max(speed, self._known.get(key, 0.0))
+                        self.devices[row["device"]] = None
+
+    def _add_runs(self, runs: Iterable[Run]) -> None:
+        """The median speed of the runs of each network."""
+        measured: dict[tuple[object, ...], list[float]] = {}
+        for run in runs:
+            speeds = [line["images_per_second"] for line in run.metrics()
+                      if "images_per_second" in line]  # fmt: skip
+            if speeds:
+                recipe = run.recipe
+                key = _kind(recipe.data, recipe.network, recipe.precision)
+                measured.setdefault((*key, recipe.images_per_class), []).append(median(speeds))
+                self.devices[str(run.environments[-1].get("device"))] = None
+        self._known |= {key: median(speeds) for key, speeds in measured.items()}
 
 
 def expected_plans(task: Command, options: Options) -> list[Plan]:
