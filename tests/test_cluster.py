@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from isda.experiments import cluster
+from isda.experiments import cluster, queue
 from isda.experiments.cli import main
 from isda.experiments.cluster import Task, Workers
 from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.recipes import get_recipe
 from isda.experiments.records import load_runs, summary
+from isda.experiments.settings import Options
+from isda.experiments.training.groups import Plan
 
 QUICK = "--epochs 8 --batch-size 128 --hold-out 1200 --checkpoint-seconds 0"
 QUEUE = f"""
@@ -173,6 +176,7 @@ def test_errors_and_the_time_limit(monkeypatch: pytest.MonkeyPatch, capsys) -> N
             workers.run([late, *[good] * 5])
         assert len(ran) < 6  # nothing was started after the first
         assert len(started) == 2  # the workers of the first call were used again
+        assert workers.run([]) == []
 
 
 def test_a_task_that_loses_every_worker(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -193,6 +197,25 @@ def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(None, "cpu", 2)
     with pytest.raises(InputError, match="no worker can be started: it died"):
         workers.run([task("any", lambda: None)] * 2)
+
+
+def test_shares_of_the_workers() -> None:
+    """On GPUs equal shares, at most as many as train side by side; on CPUs one run at a time."""
+    recipes = [get_recipe(f"cifar100-resnet110-{method}") for method in ("ce", "isda")]
+    plans = [Plan(recipe.method, recipe, seed) for seed in range(5) for recipe in recipes]
+    plans.append(Plan("other", get_recipe("cifar100-resnet32-ce"), 0))
+
+    def sizes(device: str, number: int, side_by_side: int = 0) -> list[int]:
+        workers: Any = SimpleNamespace(device=device, number=number)
+        options = Options(side_by_side=side_by_side)
+        parts = list(queue._worker_groups(plans, options, workers))
+        assert [plan for part in parts for plan in part] == plans
+        return [len(part) for part in parts]
+
+    assert sizes("cuda", 1) == [6, 4, 1]
+    assert sizes("cuda", 4) == [3, 3, 3, 1, 1]
+    assert sizes("cuda", 2, side_by_side=2) == [2, 2, 2, 2, 2, 1]
+    assert sizes("cpu", 2) == [1] * 11
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

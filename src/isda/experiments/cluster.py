@@ -94,6 +94,8 @@ class Workers:
             TimeUp: the time limit of a task was reached; its runs have written checkpoints.
             InputError: no worker can be started.
         """
+        if not tasks:
+            return []
         missing = min(self.number, len(tasks)) - len(self._idle) - len(self._starting)
         self._starting.update(self._start() for _ in range(missing))
         work = _Work(tasks)

@@ -35,12 +35,7 @@ from isda.experiments.settings import Options
 from isda.experiments.training import loop
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.failures import finished_first
-from isda.experiments.training.groups import (
-    MOST_SIDE_BY_SIDE,
-    Plan,
-    same_steps,
-    whole_seeds,
-)
+from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.start import records_of
 
@@ -160,11 +155,12 @@ def _spread(lines: list[_Line], given: QueueArguments, workers: Workers) -> None
     runs, seen = [], set[tuple[str, int]]()
     for line in lines:
         if isinstance(line.task, Planned):
-            left = _left(line, line.task, _worker_options(line, given, workers).out, given.results)
+            options = _worker_options(line, given, workers)
+            left = _left(line, line.task, options.out, given.results)
             left = [plan for plan in left if (plan.name, plan.seed) not in seen]
             seen |= {(plan.name, plan.seed) for plan in left}
             runs += [_group_task(line, part, given, workers)
-                     for part in _worker_groups(left, given.options, workers)]  # fmt: skip
+                     for part in _worker_groups(left, options, workers)]  # fmt: skip
     whole = [_line_task(line, given, workers) for line in lines
              if not isinstance(line.task, Planned)]  # fmt: skip
     failed = [*workers.run(runs), *workers.run(whole)]
@@ -187,7 +183,7 @@ def _worker_groups(
         width = 1
         if workers.device == "cuda":
             share = -(-len(same) // workers.number)
-            width = whole_seeds(same, min(share, options.side_by_side or MOST_SIDE_BY_SIDE))
+            width = min(share, options.side_by_side or MOST_SIDE_BY_SIDE)
         yield from (same[start : start + width] for start in range(0, len(same), width))
 
 
