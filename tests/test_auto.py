@@ -60,7 +60,7 @@ def test_rounds_and_comparison(
     first, second, final = stand_in.calls
     assert fields(first) == [(c, 10, 143, 0) for c in (0.1, 0.25, 0.5, 0.75, 1.0)]
     assert fields(second) == [(c, 20, 143, seed) for c in (0.1, 0.25, 0.5) for seed in (0, 1)]
-    assert fields(final) == [(c, 40, 0, seed) for c in (0.0, 0.5) for seed in (0, 1, 2)]
+    assert fields(final) == [(c, 40, 0, seed) for seed in (0, 1, 2) for c in (0.0, 0.5)]
     printed = capsys.readouterr().out
     assert printed.splitlines()[:5] == [
         "λ₀ is chosen on 143 training images, which are held out for it:",

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 import isda
 from isda.experiments.cost_records import read_costs
 from isda.experiments.errors import InputError
+from isda.experiments.plans import plan_train
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import DEFAULT, RECIPES
 from isda.experiments.records import load_runs
@@ -243,6 +245,22 @@ def test_stale_tables_are_found(records, tmp_path: Path) -> None:
     assert update_markdown(copy, fewer)
 
 
+def test_commands_train_the_runs_of_the_records(records) -> None:
+    """Every command in the table of times has names, recipes and seeds of the records."""
+    runs = {(run.name, run.seed): run.recipe for run in records}
+    shown = {}
+    for line in BLOCKS["times"](records, "").splitlines()[2:]:
+        isda, train, *words = shlex.split(line.split("`")[1])
+        assert (isda, train) == ("isda", "train")
+        plans = plan_train(words).plans()
+        shown |= {(plan.name, plan.seed): plan.recipe for plan in plans}
+        folders = [ROOT / "results" / plan.name / str(plan.seed) for plan in plans]
+        texts = [(folder / "metrics.jsonl").read_text() for folder in folders]
+        seconds = sum(json.loads(epoch)["seconds"] for text in texts for epoch in text.splitlines())
+        assert line.endswith(f"| {seconds / 60:.1f} |")
+    assert shown == runs
+
+
 def test_figures_are_those_of_the_records(records) -> None:
     expected = {
         "effect": describe_effect(records),
@@ -264,6 +282,9 @@ def test_written_figures(records, tmp_path: Path) -> None:
     ]
     light, dark = (file.read_text() for file in files[:: len(names)])
     assert light != dark
+    for svg in (file.read_text() for file in files):  # no glyph by its number in a font
+        assert {*re.findall(r'href="#(glyph\w+)"', svg)} == {*re.findall(r'"(glyph\w+)"', svg)}
+        assert "DejaVu" not in svg
     one = [run for run in records if run.name in PAIR]  # one λ₀, one number of images
     assert [file.name for file in write_figures(tmp_path / "few", one)] == [
         "effect-light.svg",
@@ -310,7 +331,8 @@ def row_of(table: str, title: str) -> list[str]:
 
 def test_every_block_of_a_page(records) -> None:
     """Records that are added later make further rows, but do not change these."""
-    assert {"effect", "verdicts", "summary", "lambda_0", "images", "calibration"} == BLOCKS.keys()
+    names = {"effect", "verdicts", "summary", "lambda_0", "images", "calibration", "times"}
+    assert names == BLOCKS.keys()
     before, after = (naive_mean(name, "test_error", 10) for name in PAIR)
     title = "CIFAR-100, ResNet-32, λ₀ = 0.5"
     cell = row_of(BLOCKS["effect"](records, "cifar100-"), title)[1]

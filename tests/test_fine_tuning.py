@@ -414,7 +414,7 @@ def test_a_run_says_what_it_started_from_and_resumes(
         patch.setattr(Lane, "step", crashing)
         with pytest.raises(Crash):
             train([plan], half, progress=False)
-    (resumed,) = train([plan], half.resuming(), progress=False)
+    (resumed,) = train([plan], half.changed(resume=True), progress=False)
     assert without_times(resumed) == without_times(whole)
     states = [run.load() for run in (whole, resumed)]
     for name, value in states[0]["network"].items():
@@ -521,7 +521,7 @@ def test_weights_that_have_changed_are_refused(kind: str, photos: Path, tmp_path
     train([plan], options, progress=False)
     save_file(model_of(RESNET, seed=1).state_dict(), weights)
     with pytest.raises(RunError, match=r"photos.0 was started from weights .*: restore the file"):
-        train([plan], options.resuming(), progress=False)
+        train([plan], options.changed(resume=True), progress=False)
 
 
 def test_unreadable_images_of_a_frozen_network(photos: Path, tmp_path: Path) -> None:

@@ -23,10 +23,16 @@ from isda.experiments.training.run_folder import require_free
 __all__ = ["choose_lambda_0", "plan_words", "tie_words"]
 
 
-def choose_lambda_0(task: AutoComparison) -> tuple[Planned, Choice | None]:
+def choose_lambda_0(
+    task: AutoComparison, *, records: Path | None = None
+) -> tuple[Planned, Choice | None]:
     """Choose λ₀ by successive halving; call it on all ranks, inside ``join_processes``.
 
     Prints the plan before it starts, and the errors of the candidates.
+
+    Args:
+        task: what to compare, and how to run the training.
+        records: folder of finished runs, which are not trained again.
 
     Returns:
         The runs of the comparison on all images, and on rank 0 the runs of the search.
@@ -42,7 +48,7 @@ def choose_lambda_0(task: AutoComparison) -> tuple[Planned, Choice | None]:
     if distributed.rank(None) == 0:
         print(plan_words(task, candidates, hold_out, rounds), flush=True)
     recipe = replace(task.recipe, hold_out=hold_out)
-    best, choice = choose(recipe, candidates, rounds, task.named, options)
+    best, choice = choose(recipe, candidates, rounds, task.named, options, records=records)
     planned = task.planned(best)
     if choice is not None:
         write_text(

@@ -138,24 +138,11 @@ def _pictures(recipe: Recipe, options: Options, seed: int, indices: list[int]) -
 
 def _search(words: list[str]) -> None:
     """Choose λ₀ on held-out training images, then train on all and test."""
-    from isda.experiments.arguments import SearchArguments, parse_recipe
+    from isda.experiments.plans import plan_search
     from isda.experiments.search import search, search_table
 
-    given, start, name = parse_recipe(
-        SearchArguments, "search", words, description=COMMANDS["search"]
-    )
-    if given.recipe.method == "isda" and given.recipe.lambda_0 != start.lambda_0:
-        raise InputError("isda search chooses lambda_0: give its values with --candidates")
-    result = search(
-        given.recipe,
-        name,
-        start=start,
-        candidates=given.candidates,
-        seeds=given.seeds,
-        final_seeds=given.final_seeds,
-        with_baseline=given.with_baseline,
-        options=given.options,
-    )
+    task = plan_search(words, description=COMMANDS["search"])
+    result = search(**task.arguments(), options=task.options)
     if result is not None:
         print(f"{search_table(result)}\n{result.record}")
 
@@ -179,7 +166,7 @@ def _table(words: list[str]) -> None:
 
     given = parse(TableArguments, "table", words, description=COMMANDS["table"])
     table = get_table(given.table)
-    if given.cell is None:
+    if not given.cell:
         if given != TableArguments(given.table, results=given.results):
             raise InputError("training needs a cell: isda table N --cell DATA/NETWORK")
         folder = given.results or default_folder()
@@ -188,7 +175,7 @@ def _table(words: list[str]) -> None:
         return
     if given.dry_run:
         require_seeds("seeds", given.seeds)
-        for name in cell_recipes(given.table, given.cell):
+        for name in cell_recipes(given.table, *given.cell):
             print(shlex.join(["isda", "train", name, *given.train_flags()]))
         return
     from isda.experiments.plans import plan_cell
@@ -197,7 +184,7 @@ def _table(words: list[str]) -> None:
     planned = plan_cell(given)
     runs = train(planned.plans(), planned.options)
     if runs:  # only rank 0 has the records
-        names = dict(zip(cell_recipes(given.table, given.cell), planned.recipes, strict=True))
+        names = dict(zip(cell_recipes(given.table, *given.cell), planned.recipes, strict=True))
         print(cell_results(table, given.cell, names, runs))
 
 

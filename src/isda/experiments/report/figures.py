@@ -245,4 +245,9 @@ def _svg(figure: Figure, text: str) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
     svg = re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
+    # glyphs are named by their number in the font, which differs between builds of matplotlib
+    glyphs = dict.fromkeys(re.findall(r'<path id="(\w+-[0-9a-f]+)"', svg))
+    numbers = {name: f"glyph{number}" for number, name in enumerate(glyphs)}
+    svg = re.sub(r'(id="|href="#)(\w+-[0-9a-f]+)"',
+                 lambda found: f'{found[1]}{numbers.get(found[2], found[2])}"', svg)  # fmt: skip
     return re.sub(r"(<svg[^>]*>)", rf"\1<desc>{escape(text)}</desc>", svg, count=1)

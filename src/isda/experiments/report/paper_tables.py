@@ -96,24 +96,20 @@ class Table:
         return [entry for row in self.rows for entry in row if isinstance(entry, Cell)]
 
 
-def cell_recipes(table: int, cell: str) -> list[str]:
-    """Recipes of a cell and its baseline, baselines first.
+def cell_recipes(table: int, *cells: str) -> list[str]:
+    """Recipes of cells and their baselines, each once, baselines first.
 
     >>> cell_recipes(2, "cifar100/resnet32")
     ['cifar100-resnet32-ce', 'cifar100-resnet32-isda']
     >>> cell_recipes(4, "cifar10/resnet110/focal")
     ['cifar10-resnet110-ce', 'cifar10-resnet110-focal']
-    >>> cell_recipes(4, "cifar10/resnet110/cgan,acgan")
-    ['cifar10-resnet110-ce', 'cifar10-resnet110-cgan', 'cifar10-resnet110-acgan']
 
     Args:
         table: number of the table.
-        cell: ``DATA/NETWORK/METHOD``, several methods with commas between them, or
-            ``DATA/NETWORK`` for all methods of the table.
+        cells: ``DATA/NETWORK/METHOD``, or ``DATA/NETWORK`` for all methods of the table.
     """
-    recipes = [
-        name for found in find_cells(table, cell) for name in (found.baseline, found.recipe) if name
-    ]
+    found = [one for cell in cells for one in find_cells(table, cell)]
+    recipes = [name for one in found for name in (one.baseline, one.recipe) if name]
     names = list(RECIPES)
     return sorted(set(recipes), key=names.index)
 
@@ -126,16 +122,15 @@ def get_table(number: int) -> Table:
 
 
 def find_cells(table: int, address: str) -> list[Cell]:
-    """Cells at ``DATA/NETWORK/METHOD`` or ``DATA/NETWORK/METHOD,METHOD``, or all at
-    ``DATA/NETWORK``."""
+    """Cells at ``DATA/NETWORK/METHOD``, or all at ``DATA/NETWORK``."""
     cells = get_table(table).cells
-    head, slash, last = address.strip("/").rpartition("/")
-    addresses = {f"{head}{slash}{name}" for name in last.split(",")}
-    groups = {cell: cell.address.rpartition("/")[0] for cell in cells}
-    known = dict.fromkeys([*groups.values(), *(cell.address for cell in cells)])
-    for one in sorted(addresses - known.keys()):
-        raise unknown(f"cell of Table {table}", one, known)
-    return [cell for cell in cells if addresses & {cell.address, groups[cell]}]
+    address = address.strip("/")
+    found = [cell for cell in cells if address in (cell.address, cell.address.rpartition("/")[0])]
+    if not found:
+        groups = [cell.address.rpartition("/")[0] for cell in cells]
+        known = dict.fromkeys([*groups, *(cell.address for cell in cells)])
+        raise unknown(f"cell of Table {table}", address, known)
+    return found
 
 
 NAMES: dict[str, str] = {

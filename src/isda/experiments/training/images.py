@@ -19,7 +19,7 @@ from isda.experiments.networks import Network, create_network, find_weights
 from isda.experiments.networks.probe import Backbone
 from isda.experiments.settings import Options, Recipe
 
-__all__ = ["ImageStore", "Images", "kept_images", "load_files"]
+__all__ = ["ImageStore", "Images", "kept_images", "load_files", "require_fit"]
 
 Images = ImageArrays | DecodedImages
 
@@ -186,7 +186,7 @@ def _features(
         weights=find_weights(recipe.network, recipe.weights),
     )
     network.requires_grad_(False).eval().to(device)
-    _require_fit(network, recipe, data, device)
+    require_fit(network, recipe, data.image_shape, device)
 
     def features(images: Tensor) -> Tensor:
         scaled = normalize(images.to(device), data.mean, data.std)
@@ -212,8 +212,9 @@ def _features(
     )
 
 
-def _require_fit(network: Network, recipe: Recipe, data: Images, device: torch.device) -> None:
-    shape = data.image_shape
+@torch.no_grad()
+def require_fit(network: Network, recipe: Recipe, shape: torch.Size, device: torch.device) -> None:
+    """Raise InputError if a network in eval mode cannot take images of a shape."""
     images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
     with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
         logits = network(images)
