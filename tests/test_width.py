@@ -83,7 +83,7 @@ def test_measured_once(data, monkeypatch, tmp_path: Path, capsys) -> None:
     path = tmp_path / "runs" / "side_by_side.json"
     assert len(json.loads(path.read_text())) == 2
     keys = json.loads(path.read_text())
-    wrong: list[object] = ["no", {}, {"0": 1.0}, {"-6": 1.0}, {"9": 1.0}, {"6": "1"}, {"6": -1.0}]
+    wrong: list[object] = ["no", {}, {"0": 1.0}, {"-6": 1.0}, {"6": "1"}, {"6": -1.0}]
     wrong += [{"4": math.nan, "6": 1.0}, {"6": True}, {"6": 10**400}, {"six": 1.0}, [6]]
     damages = [json.dumps(dict.fromkeys(keys, value)) for value in wrong]
     for number, damage in enumerate(["[", "[]", "[" * 100_000, *damages]):
