@@ -3,8 +3,9 @@
     python benchmarks/gpu.py --out records
 
 ``compile`` fills torch's cache with all networks of the paper, several at a time, because compiling
-them one by one takes longer than everything else. ``cost``, ``kernels`` and ``train`` then measure;
-nothing else should run on the machine. A step that was killed can be repeated; ``cost`` resumes.
+them one by one takes longer than everything else. ``cost``, ``kernels``, ``train`` and ``input``
+then measure; nothing else should run on the machine. A step that was killed can be repeated;
+``cost`` resumes.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 from isda.experiments.networks import NETWORKS, create_network
 from isda.experiments.training.step_cost import isda_recipe, usual_batch_size
 
-STEPS = ("compile", "cost", "kernels", "train")
+STEPS = ("compile", "cost", "kernels", "train", "input")
 DATA = {"cifar100": 32, "imagenet": 8}  # data set: steps per measurement
 FOLDER = Path(__file__).parent
 HIGH = (
@@ -93,6 +94,14 @@ def commands_of(step: str, out: Path, data: Iterable[str] = DATA) -> list[list[s
         return [
             [*kernels, "--precision", "medium"],
             [*kernels, "--precision", "high", "--shapes", *HIGH, *pieces],
+        ]
+    if step == "input":
+        images = [sys.executable, str(FOLDER / "input.py"), "--out", str(out / "input.csv")]
+        small = ["--images", "22000", "--classes", "100", "--size", "64", "--image-size", "64"]
+        photos = ["--images", "4000", "--size", "500", "375", "--image-size", "224"]
+        return [
+            [*images, *small, "--side-by-side", "1", "6", "--compare", "30"],
+            [*images, *photos, "--side-by-side", "1", "3"],
         ]
     timed = [*train, "--out", str(out / "train.csv"), "--epochs", "3", "--networks"]
     return [

@@ -1,19 +1,23 @@
 """Speed of the input pipeline for image folders, with the loader of torchvision beside it.
 
-    python benchmarks/input.py --images 22000 --size 64 --image-size 64 --side-by-side 1 6
-    python benchmarks/input.py --images 4000 --size 500 375 --image-size 224
+    python benchmarks/input.py --images 22000 --side-by-side 1 6 --compare 30 --out input.csv
+    python benchmarks/input.py --images 4000 --size 500 375 --image-size 224 --out input.csv
 
 writes JPEG files to a temporary folder and measures every pipeline: ``device``, ``memory``,
 ``disk`` and ``off`` are the values of ``--cache``; ``torchvision`` is ``ImageFolder``,
 ``RandomResizedCrop`` and ``DataLoader`` with as many worker processes as we have threads. Two rates
 are given: of batches alone, ready on the device, and of training. torchvision's batches train the
 same network one run at a time, in a plain loop. Times are of whole epochs, after one that starts,
-compiles and captures.
+compiles and captures. ``--compare 30`` adds the time of ``isda compare`` with 30 epochs and three
+seeds, from its start to the page.
 """
 
 import argparse
 import csv
 import dataclasses
+import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +30,7 @@ from PIL import Image
 from torch import Tensor
 
 from isda.experiments.data.arrays import load_data
+from isda.experiments.data.cache_file import CACHE_FOLDER
 from isda.experiments.data.decoding import in_threads
 from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
@@ -49,7 +54,9 @@ COLUMNS = {  # header of the Markdown table
     "kept_mebibytes": "MiB kept",
     "batches_per_second": "images/s, batches alone",
     "trained_per_second": "images/s, training",
+    "total_seconds": "s in all",
 }
+COMPARED = 6  # runs of a comparison: three seeds of two methods
 
 
 def main(words: list[str] | None = None) -> None:
@@ -64,6 +71,9 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--pipelines", nargs="+", default=list(PIPELINES), choices=PIPELINES)
     parser.add_argument("--side-by-side", nargs="+", type=int, default=[1])
     parser.add_argument("--epochs", type=int, default=2, help="epochs to time; the fastest counts")
+    parser.add_argument(
+        "--compare", type=int, metavar="EPOCHS", help="also time isda compare with these epochs"
+    )
     parser.add_argument("--no-training", action="store_true", help="measure batches alone")
     parser.add_argument("--workers", type=int, help="threads or processes (default: as isda)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -74,6 +84,8 @@ def main(words: list[str] | None = None) -> None:
         value = getattr(arguments, name)
         if min(value if isinstance(value, list) else [value]) < 1:
             parser.error(f"--{name.replace('_', '-')} must be >= 1")
+    if arguments.compare is not None and arguments.compare < 2:
+        parser.error("--compare must be >= 2: the first epoch of ISDA is cross entropy")
     if len(arguments.size) > 2:
         parser.error("--size must be one or two numbers")
     if not 2 <= arguments.classes <= arguments.images:
@@ -109,69 +121,117 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     )
     data = load_data(recipe.data, image_size=arguments.image_size, workers=arguments.workers)
     assert isinstance(data, FolderImages)
+    about = {
+        "images": arguments.images,
+        "pixels": f"{width} x {height}",
+        "image_size": arguments.image_size,
+        "network": arguments.network,
+        "batch_size": arguments.batch_size,
+        "precision": recipe.precision,
+        "workers": data.workers,
+        **{key: value or "" for key, value in environment(torch.device(arguments.device)).items()},
+    }
+    empty = dict.fromkeys(COLUMNS, "") | about
+    if arguments.out and arguments.out.exists() and [*read(arguments.out)[0]] != [*empty]:
+        raise InputError(f"{arguments.out} has other columns: write to another file")
     rows = []
-    for pipeline in arguments.pipelines:
-        for number in arguments.side_by_side:
-            if pipeline in ("torchvision", "off") and number > 1:
-                continue  # bound by decoding, whatever the number of runs
-            row = {
-                "pipeline": pipeline,
-                "side_by_side": number,
-                "images": arguments.images,
-                "pixels": f"{width} x {height}",
-                "image_size": arguments.image_size,
-                "network": arguments.network,
-                "batch_size": arguments.batch_size,
-                "precision": recipe.precision,
-                "workers": data.workers,
-                **measure(pipeline, recipe, data, number, arguments),
-                **{
-                    key: value or ""
-                    for key, value in environment(torch.device(arguments.device)).items()
-                },
-            }
-            rows.append(row)
-            print(markdown(rows[-1:]).splitlines()[-1], flush=True)
-            if arguments.out:
-                write(arguments.out, row)
-            torch.compiler.reset()
+    for found in measurements(recipe, data, arguments):
+        rows.append(empty | found)
+        print(markdown(rows[-1:]).splitlines()[-1], flush=True)
+        if arguments.out:
+            write(arguments.out, rows[-1])
     print()
     print(markdown(rows))
 
 
-def measure(
+def measurements(
+    recipe: Recipe, data: FolderImages, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Rates of every pipeline, and the time of a comparison."""
+    device = torch.device(arguments.device)
+    for pipeline in arguments.pipelines:
+        if pipeline == "torchvision":
+            yield {"pipeline": pipeline, **measure_torchvision(recipe, data, device, arguments)}
+        else:
+            for found in measure_ours(pipeline, recipe, data, device, arguments):
+                yield {"pipeline": pipeline, **found}
+    if arguments.compare:
+        shutil.rmtree(data.path / CACHE_FOLDER, ignore_errors=True)  # decode again
+        yield {"pipeline": "isda compare", **time_comparison(recipe, arguments)}
+
+
+def measure_torchvision(
+    recipe: Recipe, data: FolderImages, device: torch.device, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Rates of the usual loader."""
+    images, loader = len(data.train_files), create_loader(data, recipe, device)
+    seconds = fastest(lambda: exhaust(move(loader, device)), arguments.epochs, device)
+    found: dict[str, Any] = {"side_by_side": 1, "batches_per_second": round(images / seconds)}
+    if not arguments.no_training:
+        step = plain_step(recipe, data, device)
+
+        def train() -> None:
+            for batch in move(loader, device):
+                step(*batch)
+
+        found["trained_per_second"] = round(images / fastest(train, arguments.epochs, device))
+    torch.compiler.reset()
+    return found
+
+
+def measure_ours(
     pipeline: str,
     recipe: Recipe,
     data: FolderImages,
-    number: int,
+    device: torch.device,
     arguments: argparse.Namespace,
-) -> dict[str, Any]:
-    """Rates of one pipeline."""
-    device = torch.device(arguments.device)
+) -> Iterator[dict[str, Any]]:
+    """Rates of one of our pipelines, for every number of runs side by side."""
     images = len(data.train_files)
-    if pipeline == "torchvision":
-        loader = create_loader(data, recipe, device)
-        found: dict[str, Any] = {"start_seconds": "", "kept_mebibytes": ""}
-        batches = fastest(lambda: exhaust(move(loader, device)), arguments.epochs, device)
-        step = plain_step(recipe, data, device)
-        train: Callable[[], object] = lambda: [step(*batch) for batch in move(loader, device)]  # noqa: E731
-    else:
-        began = time.perf_counter()
-        decoded = decode_folder(data, cache=pipeline, device=device, check=False)
-        kept = sum(t.nbytes for t in kept_tensors(decoded))
-        found = {
-            "start_seconds": round(time.perf_counter() - began, 2) if kept else "",
-            "kept_mebibytes": round(kept / 2**20, 1) if kept else "",
+    began = time.perf_counter()
+    decoded = decode_folder(data, cache=pipeline, device=device, check=False)
+    found: dict[str, Any] = {}
+    kept = sum(tensor.nbytes for tensor in kept_tensors(decoded))
+    if kept:
+        found["start_seconds"] = round(time.perf_counter() - began, 2)
+        found["kept_mebibytes"] = round(kept / 2**20, 1)
+    source = RunImages(recipe, 0, decoded, device, rank=0, world=1, compiled=recipe.compile)
+    seconds = fastest(lambda: exhaust(batches_of(source)), arguments.epochs, device)
+    found["batches_per_second"] = round(images / seconds)
+    for number in arguments.side_by_side:
+        if pipeline == "off" and number > 1:
+            continue  # bound by decoding, whatever the number of runs
+        if not arguments.no_training:
+            lanes = [Lane(recipe, seed, decoded, device) for seed in range(number)]
+            runner = SideBySide(lanes, capture=device.type == "cuda")
+            seconds = fastest(runner.train_epoch, arguments.epochs, device)
+            found["trained_per_second"] = round(number * images / seconds)
+        yield {"side_by_side": number, **found}
+        torch.compiler.reset()
+
+
+def time_comparison(recipe: Recipe, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time of the command ``isda compare``, and the images of all its runs per second."""
+    with tempfile.TemporaryDirectory() as out:
+        flags = {
+            "--data": recipe.data,
+            "--network": recipe.network,
+            "--image-size": recipe.image_size,
+            "--batch-size": recipe.batch_size,
+            "--epochs": arguments.compare,
+            "--device": arguments.device,
+            "--out": out,
         }
-        source = RunImages(recipe, 0, decoded, device, rank=0, world=1, compiled=recipe.compile)
-        batches = fastest(lambda: exhaust(batches_of(source)), arguments.epochs, device)
-        lanes = [Lane(recipe, seed, decoded, device) for seed in range(number)]
-        train = SideBySide(lanes, capture=device.type == "cuda").train_epoch
-    found["batches_per_second"] = round(images / batches)
-    if not arguments.no_training:
-        seconds = fastest(train, arguments.epochs, device)
-        found["trained_per_second"] = round(number * images / seconds)
-    return found
+        if arguments.workers is not None:
+            flags["--workers"] = arguments.workers
+        words = [str(word) for flag in flags.items() for word in flag]
+        began = time.perf_counter()
+        code = subprocess.run([sys.executable, "-m", "isda", "compare", *words], check=False)
+        seconds = time.perf_counter() - began
+    if code.returncode:
+        raise InputError(f"isda compare has failed with code {code.returncode}")
+    trained = COMPARED * arguments.compare * arguments.images
+    return {"total_seconds": round(seconds, 1), "trained_per_second": round(trained / seconds)}
 
 
 def create_photos(folder: Path, number: int, classes: int, width: int, height: int) -> None:

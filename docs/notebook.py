@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from mkdocs.structure.files import File, Files
 
 __all__ = ["SCRIPTS", "on_files", "to_markdown"]
 
@@ -21,7 +20,9 @@ SCRIPTS = {"two_dimensions.md": Path(__file__).parents[1] / "examples" / "two_di
 _INK = "#010203"  # becomes the colour of the page's text
 
 
-def on_files(files: Files, *, config: Any, **_unused: Any) -> Files:
+def on_files(files: Any, *, config: Any, **_unused: Any) -> Any:
+    from mkdocs.structure.files import File  # the tests run without the extra "docs"
+
     for page, script in SCRIPTS.items():
         files.append(File.generated(config, page, content=to_markdown(script)))
     return files

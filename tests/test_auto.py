@@ -60,7 +60,7 @@ def test_rounds_and_comparison(
     first, second, final = stand_in.calls
     assert fields(first) == [(c, 10, 143, 0) for c in (0.1, 0.25, 0.5, 0.75, 1.0)]
     assert fields(second) == [(c, 20, 143, seed) for c in (0.1, 0.25, 0.5) for seed in (0, 1)]
-    assert fields(final) == [(c, 40, 0, seed) for c in (0.0, 0.5) for seed in (0, 1, 2)]
+    assert fields(final) == [(c, 40, 0, seed) for seed in (0, 1, 2) for c in (0.0, 0.5)]
     printed = capsys.readouterr().out
     assert printed.splitlines()[:5] == [
         "λ₀ is chosen on 143 training images, which are held out for it:",
@@ -71,6 +71,7 @@ def test_rounds_and_comparison(
     ]
     assert re.search(r"^0\.5 +20 +3\.50 ± 0\.71 +2 +← chosen$", printed, re.MULTILINE)
     assert "lowers the test error by 0.50 points" in printed
+    assert "have the lowest error" not in printed
     record = json.loads(Path("runs/digits-resnet8-isda+epochs=40.lambda_0.json").read_text())
     assert record["chosen"] == 0.5
     assert [[len(one["candidates"]), one["epochs"]] for one in record["rounds"]] == [
@@ -81,6 +82,18 @@ def test_rounds_and_comparison(
     assert "How λ₀ was chosen" in page
     assert "20 epochs, 2 seeds" in page  # in the legend
     assert "chosen: 0.5" in page
+
+
+def test_candidates_with_the_same_error(
+    trainer: Callable[..., Trainer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The smallest is chosen, which is said, and how little few images tell."""
+    trainer(lambda recipe, _: 20.0 if recipe.lambda_0 in (0.1, 0.5) else 25.0)
+    assert main(["compare", "--lambda-0", "auto", "--hold-out", "40"]) == 0
+    printed = capsys.readouterr().out
+    assert "on 40 training images, which are held out for it; one of them is 2.5 points" in printed
+    assert re.search(r"^0\.1 .* ← chosen$", printed, re.MULTILINE)
+    assert "\n0.1 and 0.5 have the lowest error: the smallest is chosen.\n" in printed
 
 
 def test_the_runs_are_those_of_a_comparison_with_that_value(

@@ -61,7 +61,7 @@ def test_networks_of_some_data(gpu: ModuleType) -> None:
     assert (len(names), names[0]) == (10, "densenet_bc190_40")
 
 
-@pytest.mark.parametrize("step", ["kernels", "train"])
+@pytest.mark.parametrize("step", ["kernels", "train", "input"])
 def test_commands_are_valid(
     gpu: ModuleType,
     step: str,

@@ -1,5 +1,6 @@
 """Temperature scaling against scipy, naive metrics, and a run of digits from end to end."""
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,12 +13,13 @@ from torch.nn import functional as F
 
 from isda.experiments.calibrate import LIMITS, fit_temperature
 from isda.experiments.calibration import load_calibration
-from isda.experiments.cli import main
+from isda.experiments.cli import TIME_UP, main
 from isda.experiments.data.arrays import load_data, normalize
 from isda.experiments.errors import InputError
 from isda.experiments.networks import create_network
 from isda.experiments.records import export, load_runs
 from isda.experiments.report.evidence import BLOCKS
+from isda.experiments.training import loop
 
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "500", "--device", "cpu"]
 QUICK += ["--images-per-class", "40"]
@@ -182,3 +184,17 @@ def test_wrong_arguments(words: list[str], message: str, tmp_path: Path, capsys)
     assert main(["calibrate", *words, "--out", str(tmp_path / "runs"), "--device", "cpu"]) == 2
     assert capsys.readouterr().err.startswith(f"isda: {message}")
     assert not (tmp_path / "runs").exists()
+
+
+def test_finished_runs_are_calibrated_when_the_time_is_up(
+    tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Their checkpoints need not be kept for the next command."""
+    asked = itertools.count(1)  # before the first and after every epoch
+    monkeypatch.setattr(loop.Deadline, "is_up", lambda *_: next(asked) == 4)
+    words = ["calibrate", *QUICK, "--seeds", "0", "--out", str(tmp_path), "--minutes", "60"]
+    assert main(words) == TIME_UP
+    done = {run.recipe.method: load_calibration(run) for run in load_runs(tmp_path)}
+    finished = [method for method, found in done.items() if found is not None]
+    assert finished == ["ce"]
+    assert "1 of 3 runs finished" in capsys.readouterr().err

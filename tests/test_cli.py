@@ -509,7 +509,7 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         "cifar100-resnet110-isda+lambda_0=0.25/0"
     ]
     sides = ("digits-resnet8-ce", "digits-resnet8-isda")
-    assert names("compare") == [f"{side}/{seed}" for side in sides for seed in range(3)]
+    assert names("compare") == [f"{side}/{seed}" for seed in range(3) for side in sides]
     assert names("compare", "--seeds", "5", "--ema", "0.9") == [
         f"{side}+ema=0.9/5" for side in sides
     ]

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,13 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from isda.experiments import cluster
+from isda.experiments import cluster, queue
 from isda.experiments.cli import main
 from isda.experiments.cluster import Task, Workers
 from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.recipes import get_recipe
 from isda.experiments.records import load_runs, summary
+from isda.experiments.settings import Options
+from isda.experiments.training.groups import Plan
 
-QUICK = "--epochs 24 --batch-size 128 --hold-out 1200 --checkpoint-seconds 0"
+QUICK = "--epochs 8 --batch-size 128 --hold-out 1200 --checkpoint-seconds 0"
 QUEUE = f"""
 compare {QUICK} --seeds 0
 train digits-resnet8-ce {QUICK} --seeds 0 1
@@ -52,17 +54,15 @@ def trainer_of(folder: Path) -> int | None:
     return None
 
 
-def kill_the_trainer_of(folder: Path, killed: list[int]) -> None:
-    """Kill the process that trains a run, as soon as it has a checkpoint."""
+def kill_the_trainer_of(folder: Path, killed: list[bytes], done: threading.Event) -> None:
+    """Kill the process that trains a run, as soon as it has a checkpoint; notes its first epoch."""
     process = None
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        time.sleep(0.01)
+    while not done.wait(0.01):
         if process is None and (folder / "lock").exists():
             process = trainer_of(folder)
         if process is not None and (folder / "checkpoint.pt").exists():
             os.kill(process, signal.SIGKILL)
-            killed.append(process)
+            killed.append((folder / "metrics.jsonl").read_bytes().splitlines()[0])
             return
 
 
@@ -77,11 +77,13 @@ def test_a_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert main(["queue", "queue", "--device", "cpu", "--out", "alone"]) == 2
     torch.set_num_threads(threads)
     capfd.readouterr()
-    first = tmp_path / "runs" / "digits-resnet8-ce+epochs=24+batch_size=128+hold_out=1200" / "0"
-    killed: list[int] = []
-    thread = threading.Thread(target=kill_the_trainer_of, args=(first, killed), daemon=True)
+    first = tmp_path / "runs" / "digits-resnet8-ce+epochs=8+batch_size=128+hold_out=1200" / "0"
+    killed: list[bytes] = []
+    done = threading.Event()
+    thread = threading.Thread(target=kill_the_trainer_of, args=(first, killed, done))
     thread.start()
     assert main(["queue", "queue", *RAY]) == 2  # the last line diverges
+    done.set()
     thread.join()
     shown = capfd.readouterr()
     assert len(killed) == 1
@@ -91,6 +93,8 @@ def test_a_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert len(contents("runs")) == 3
     assert contents("runs") == contents("alone")
     assert (first / "calibration.json").exists()
+    # resumed and not started again: the first epoch is that of the killed worker, with its time
+    assert (first / "metrics.jsonl").read_bytes().splitlines()[0] == killed[0]
 
 
 def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -172,6 +176,7 @@ def test_errors_and_the_time_limit(monkeypatch: pytest.MonkeyPatch, capsys) -> N
             workers.run([late, *[good] * 5])
         assert len(ran) < 6  # nothing was started after the first
         assert len(started) == 2  # the workers of the first call were used again
+        assert workers.run([]) == []
 
 
 def test_a_task_that_loses_every_worker(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -192,6 +197,25 @@ def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(None, "cpu", 2)
     with pytest.raises(InputError, match="no worker can be started: it died"):
         workers.run([task("any", lambda: None)] * 2)
+
+
+def test_shares_of_the_workers() -> None:
+    """On GPUs equal shares, at most as many as train side by side; on CPUs one run at a time."""
+    recipes = [get_recipe(f"cifar100-resnet110-{method}") for method in ("ce", "isda")]
+    plans = [Plan(recipe.method, recipe, seed) for seed in range(5) for recipe in recipes]
+    plans.append(Plan("other", get_recipe("cifar100-resnet32-ce"), 0))
+
+    def sizes(device: str, number: int, side_by_side: int = 0) -> list[int]:
+        workers: Any = SimpleNamespace(device=device, number=number)
+        options = Options(side_by_side=side_by_side)
+        parts = list(queue._worker_groups(plans, options, workers))
+        assert [plan for part in parts for plan in part] == plans
+        return [len(part) for part in parts]
+
+    assert sizes("cuda", 1) == [6, 4, 1]
+    assert sizes("cuda", 4) == [3, 3, 3, 1, 1]
+    assert sizes("cuda", 2, side_by_side=2) == [2, 2, 2, 2, 2, 1]
+    assert sizes("cpu", 2) == [1] * 11
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

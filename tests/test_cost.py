@@ -1,6 +1,7 @@
 """Costs against the paper, torchvision and a manual count, and measurements of tiny networks."""
 
 import csv
+import errno
 import functools
 import math
 import os
@@ -371,6 +372,33 @@ def test_csv(tmp_path: Path) -> None:
             value = getattr(expected, name)
             assert row[name] == ("" if value is None else str(value))
     assert rows[3]["paper_wall_percent"] == rows[3]["milliseconds"] == ""
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "cost.csv"
+    write(path, [usual("resnet50")], {"resnet50": measure(Machine)})
+    before = path.read_text()
+    with pytest.raises(InputError, match=r"cost\.csv already exists: use --resume"):
+        main(["--networks", "resnet8", "--out", str(path)])
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("crash_at", ["fsync", "replace"])
+def test_a_full_disk_keeps_the_measurements(
+    crash_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "cost.csv"
+    write(path, [usual("resnet50")], {"resnet50": measure(Machine)})
+    before = path.read_text()
+    monkeypatch.setattr(os, crash_at, full)
+    with pytest.raises(InputError, match="No space left") as caught:
+        write(path, [usual("resnet32")], {})
+    assert "earlier files are intact" in str(caught.value)
+    assert path.read_text() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["cost.csv"]
 
 
 def test_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

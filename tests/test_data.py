@@ -1,6 +1,7 @@
 """Data sets: splits, files on disk, and errors for invalid files."""
 
 import hashlib
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -285,6 +286,10 @@ def test_unknown_data_set() -> None:
     assert "needs --data-root" in message_of("imagenet")
 
 
+def test_a_folder_without_its_kind(tmp_path: Path) -> None:
+    assert message_of(str(tmp_path)).endswith(f"did you mean imagefolder:{tmp_path}?")
+
+
 # Images in folders
 
 
@@ -418,6 +423,16 @@ def test_links(tmp_path: Path) -> None:
     assert sum(file.parts[:2] == ("dog", "more") for file in files) == 5
     (photos / "cat" / "loop.png").symlink_to(photos / "cat" / "loop.png")
     assert len(folder_of(photos).train_files + folder_of(photos).test_files) == 17  # unreadable
+
+
+def test_pipes_are_not_images(tmp_path: Path) -> None:
+    """Opening a named pipe would wait for a writer."""
+    make_images(tmp_path, {"cat": 5, "dog": 5})
+    os.mkfifo(tmp_path / "cat" / "pipe.png")
+    (tmp_path / "dog" / "link.png").symlink_to(tmp_path / "cat" / "pipe.png")
+    (tmp_path / "dog" / "broken.png").symlink_to("nowhere")
+    files = folder_of(tmp_path).train_files + folder_of(tmp_path).test_files
+    assert sorted({Path(file).stem for file in files}) == ["0", "1", "2", "3", "4", "broken"]
 
 
 def test_a_class_of_one_image(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,9 @@ import torch
 
 import isda
 from isda.experiments.cost_records import read_costs
+from isda.experiments.errors import InputError
+from isda.experiments.plans import plan_train
+from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import DEFAULT, RECIPES
 from isda.experiments.records import load_runs
 from isda.experiments.report.evidence import BLOCKS, comparisons, strengths
@@ -102,6 +106,7 @@ def test_commands_exist(page: Path) -> None:
     from isda.experiments import arguments
     from isda.experiments.generators import generator_arguments
     from isda.experiments.generators.gan_settings import GanSettings
+    from isda.experiments.generators.inversion_settings import InversionSettings
     from isda.experiments.settings import Options, Recipe
 
     owners_of = {**vars(arguments), **vars(generator_arguments)}
@@ -119,6 +124,8 @@ def test_commands_exist(page: Path) -> None:
         if command in ("train", "compare", "search") and words[2:3] and words[2][0] not in "-…":
             assert words[2] in RECIPES, line
         owners = [kinds[command], Recipe, Options]
+        if command == "invert":
+            owners.append(InversionSettings)
         if command == "gan":
             owners = [kinds[command], GanSettings, generator_arguments.MeasureArguments]
         known = {f.name for kind in owners if kind is not None for f in dataclasses.fields(kind)}
@@ -238,6 +245,22 @@ def test_stale_tables_are_found(records, tmp_path: Path) -> None:
     assert update_markdown(copy, fewer)
 
 
+def test_commands_train_the_runs_of_the_records(records) -> None:
+    """Every command in the table of times has names, recipes and seeds of the records."""
+    runs = {(run.name, run.seed): run.recipe for run in records}
+    shown = {}
+    for line in BLOCKS["times"](records, "").splitlines()[2:]:
+        isda, train, *words = shlex.split(line.split("`")[1])
+        assert (isda, train) == ("isda", "train")
+        plans = plan_train(words).plans()
+        shown |= {(plan.name, plan.seed): plan.recipe for plan in plans}
+        folders = [ROOT / "results" / plan.name / str(plan.seed) for plan in plans]
+        texts = [(folder / "metrics.jsonl").read_text() for folder in folders]
+        seconds = sum(json.loads(epoch)["seconds"] for text in texts for epoch in text.splitlines())
+        assert line.endswith(f"| {seconds / 60:.1f} |")
+    assert shown == runs
+
+
 def test_figures_are_those_of_the_records(records) -> None:
     expected = {
         "effect": describe_effect(records),
@@ -259,11 +282,25 @@ def test_written_figures(records, tmp_path: Path) -> None:
     ]
     light, dark = (file.read_text() for file in files[:: len(names)])
     assert light != dark
+    for svg in (file.read_text() for file in files):  # no glyph by its number in a font
+        assert {*re.findall(r'href="#(glyph\w+)"', svg)} == {*re.findall(r'"(glyph\w+)"', svg)}
+        assert "DejaVu" not in svg
     one = [run for run in records if run.name in PAIR]  # one λ₀, one number of images
     assert [file.name for file in write_figures(tmp_path / "few", one)] == [
         "effect-light.svg",
         "effect-dark.svg",
     ]
+
+
+def test_records_without_anything_to_draw(records, tmp_path: Path) -> None:
+    own = [run for run in records if run.name in ("digits-resnet8-ce", "digits-resnet8-isda")]
+    with pytest.raises(InputError, match="nothing for a figure"):
+        write_figures(tmp_path / "none", own)
+    assert not (tmp_path / "none").exists()
+    others = [run for run in records if run.name not in PUBLISHED]
+    names = {file.name.partition("-")[0] for file in write_figures(tmp_path / "some", others)}
+    assert "effect" not in names
+    assert names
 
 
 def test_interval_of_a_mean() -> None:
@@ -294,7 +331,8 @@ def row_of(table: str, title: str) -> list[str]:
 
 def test_every_block_of_a_page(records) -> None:
     """Records that are added later make further rows, but do not change these."""
-    assert {"effect", "verdicts", "summary", "lambda_0", "images", "calibration"} == BLOCKS.keys()
+    names = {"effect", "verdicts", "summary", "lambda_0", "images", "calibration", "times"}
+    assert names == BLOCKS.keys()
     before, after = (naive_mean(name, "test_error", 10) for name in PAIR)
     title = "CIFAR-100, ResNet-32, λ₀ = 0.5"
     cell = row_of(BLOCKS["effect"](records, "cifar100-"), title)[1]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import isda
+from isda.criterion import Criterion
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -82,9 +83,9 @@ def test_frameworks_need_five_lines_or_fewer() -> None:
     page = (ROOT / "docs" / "frameworks.md").read_text()
     rows = re.findall(r"^\| .* \| (\d+) \| `(\S+)` \| `(\S+)` \|$", page, re.MULTILINE)
     plain_names = [f"{framework}_plain.py" for framework in ON_TWO_RANKS + ALONE]
-    assert [Path(plain).name for _, plain, _ in rows] == plain_names
-    for number, *paths in rows:
-        plain, ours = (code_of(ROOT / path) for path in paths)
+    assert [plain for _, plain, _ in rows] == plain_names
+    for number, *names in rows:
+        plain, ours = (code_of(ROOT / "examples" / "frameworks" / name) for name in names)
         changed = [line for line in difflib.ndiff(plain, ours) if line.startswith("+ ")]
         assert len(changed) == int(number) <= 5, changed
 
@@ -152,6 +153,18 @@ def test_api_page_lists_everything_public() -> None:
     public |= {getattr(isda.functional, name) for name in isda.functional.__all__}
     assert set(listed) == public
     assert len(listed) == len(public)
+
+
+def test_api_page_lists_what_criteria_inherit() -> None:
+    """What has a docstring, except the method for the other ranks."""
+    page = (ROOT / "docs" / "api.md").read_text()
+    pattern = r"^::: isda\.(\w+)\n    options:\n      inherited_members: \[(.*)\]$"
+    found = re.findall(pattern, page, re.MULTILINE)
+    assert [name for name, _ in found] == ["ISDALoss", "ISDABCEWithLogitsLoss"]
+    shared = {name for name, value in vars(Criterion).items() if getattr(value, "__doc__", None)}
+    public = {name for name in shared if not name.startswith("_")} - {"refuse"}
+    for _, names in found:
+        assert set(names.split(", ")) == public
 
 
 class UnitVariance:

@@ -236,7 +236,8 @@ def test_errors_of_rank_0_stop_both_ranks(
 
         monkeypatch.setattr(run_folder.torch, "save", full)  # inherited by a fork
         expected = "No space left on device"
-    assert on_two(command_as_rank, words, tmp_path) == [2, 2]
+    # torchrun kills all ranks when one fails: rank 1 must not fail before rank 0 has said why
+    assert on_two(command_as_rank, words, tmp_path) == [2, 0]
     first, second = ((tmp_path / f"stderr{rank}").read_text() for rank in range(2))
     assert [expected in line for line in first.splitlines() if line.startswith("isda: ")] == [True]
     assert "Traceback" not in first

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import timm
+import timm.data
 import torch
+import torchvision
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -20,7 +22,8 @@ from torchvision.transforms import v2
 
 from isda.experiments.cli import main
 from isda.experiments.data import decoding, folder_cache
-from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.data.arrays import ImageArrays, load_data, normalize
+from isda.experiments.data.decoding import decode_center_crop
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.networks import create_network, find_weights, own_preprocessing
@@ -249,13 +252,49 @@ def test_preparation_is_the_model_s() -> None:
     vit = own_preprocessing(VIT)
     assert vit is not None
     assert (vit.image_size, vit.mean, vit.std) == (160, (0.5,) * 3, (0.5,) * 3)
-    assert (vit.interpolation, vit.test_crop) == ("bicubic", 0.95)
+    assert (vit.interpolation, vit.test_crop) == ("bicubic", 160 / 168)  # crop_pct 0.95
     resnet = own_preprocessing("torchvision:resnet18")
     assert resnet is not None
     assert (resnet.image_size, resnet.interpolation) == (224, "bilinear")
     assert resnet.test_crop == pytest.approx(224 / 256)
     assert resnet.mean == (0.485, 0.456, 0.406)
     assert own_preprocessing("mine:model") is None
+
+
+@pytest.mark.parametrize("shape", [(375, 500), (131, 97), (500, 21), (224, 224), (7, 5)])
+@pytest.mark.parametrize(
+    "network",
+    ["timm:resnet18", "timm:vit_tiny_patch16_224", "timm:efficientnet_b3", "timm:test_vit",
+     "torchvision:resnet50", "torchvision:swin_v2_t"],
+)  # fmt: skip
+def test_test_images_are_those_of_the_model_s_own_transform(
+    network: str, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    """Size, crop, interpolation, mean and standard deviation, against timm and torchvision."""
+    coarse = np.random.default_rng(0).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+    photo = Image.fromarray(coarse).resize(shape[::-1], Image.Resampling.BILINEAR)
+    photo.save(tmp_path / "photo.png")
+    kind, _, name = network.partition(":")
+    if kind == "timm":
+        configuration = timm.data.resolve_data_config({}, model=timm.create_model(name))
+        transform = timm.data.create_transform(**configuration)
+    else:
+        transform = torchvision.models.get_model_weights(name).DEFAULT.transforms()
+    own = own_preprocessing(network)
+    assert own is not None
+    image = decode_center_crop(
+        str(tmp_path / "photo.png"),
+        image_size=own.image_size,
+        interpolation=own.interpolation,
+        test_crop=own.test_crop,
+    )
+    found = normalize(image.permute(2, 0, 1)[None], own.mean, own.std)[0]
+    expected = transform(photo)
+    assert found.shape == expected.shape
+    difference = (found - expected).abs() * torch.tensor(own.std).view(3, 1, 1) * 255
+    # PIL and torchvision round the weights of their filters differently
+    assert difference.max() < (2.01 if own.interpolation == "bicubic" else 1.01)
+    assert difference.mean() < 0.05
 
 
 def planned(*words: str) -> tuple[str, Recipe]:
@@ -269,7 +308,8 @@ def test_recipe_of_a_network_with_batch_norm() -> None:
     assert name == "photos-timm_test_resnet_pretrained-isda"
     assert (recipe.optimizer, recipe.learning_rate, recipe.head_rate) == ("sgd", 0.01, 10)
     assert (recipe.warmup, recipe.weight_decay, recipe.decay_all) == (1, 1e-4, True)
-    assert (recipe.image_size, recipe.interpolation, recipe.test_crop) == (160, "bilinear", 0.95)
+    assert (recipe.image_size, recipe.interpolation) == (160, "bilinear")
+    assert recipe.test_crop == 160 / 168  # 0.95 in timm, which rounds the side of 168.4 down
     assert Recipe.from_dict(recipe.as_dict()) == recipe
 
 
@@ -374,7 +414,7 @@ def test_a_run_says_what_it_started_from_and_resumes(
         patch.setattr(Lane, "step", crashing)
         with pytest.raises(Crash):
             train([plan], half, progress=False)
-    (resumed,) = train([plan], half.resuming(), progress=False)
+    (resumed,) = train([plan], half.changed(resume=True), progress=False)
     assert without_times(resumed) == without_times(whole)
     states = [run.load() for run in (whole, resumed)]
     for name, value in states[0]["network"].items():
@@ -481,7 +521,7 @@ def test_weights_that_have_changed_are_refused(kind: str, photos: Path, tmp_path
     train([plan], options, progress=False)
     save_file(model_of(RESNET, seed=1).state_dict(), weights)
     with pytest.raises(RunError, match=r"photos.0 was started from weights .*: restore the file"):
-        train([plan], options.resuming(), progress=False)
+        train([plan], options.changed(resume=True), progress=False)
 
 
 def test_unreadable_images_of_a_frozen_network(photos: Path, tmp_path: Path) -> None:
@@ -490,7 +530,7 @@ def test_unreadable_images_of_a_frozen_network(photos: Path, tmp_path: Path) -> 
     recipe = frozen(folder, weights_of(RESNET, tmp_path))
     with pytest.raises(decoding.UnreadableFiles):
         ImageStore().get(recipe, Options(), CPU)
-    with pytest.warns(UserWarning, match="skipped 1 images"):
+    with pytest.warns(UserWarning, match="skipped 1 image under"):
         data = ImageStore().get(recipe, Options(skip_unreadable=True), CPU)
     assert len(data.train_target) == 18
 
@@ -539,6 +579,31 @@ def test_the_page_says_what_was_used(
     assert "not loaded: fc.weight, fc.bias" in text
     for field in ("optimizer", "head_rate", "warmup", "freeze", "interpolation", "mean"):
         assert f"<code>{field}</code>" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--network", "timm:resnet1"], "unknown timm model 'resnet1'"),
+        (["--network", "torchvision:resnet"], "unknown torchvision model 'resnet'"),
+        (["--network", "torch.nn:Linea"], "unknown function of torch.nn 'Linea'"),
+        (["--network", "timm:test_resnet", "--pretrained"], "are not on this machine"),
+        (["--network", "resnet50", "--drop-rate", "0.5"], "drop_rate of resnet50 must be 0"),
+    ],
+)
+def test_a_wrong_network_is_refused_before_images_are_decoded(
+    words: list[str],
+    message: str,
+    photos: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(images_module, "decode_folder", None)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    options = ["--data", f"imagefolder:{photos}", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["compare", *options, *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_help_prints_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -28,6 +28,7 @@ from isda.experiments.data.decoding import (
     ImageFiles,
     UnreadableFiles,
     _to_rgb,
+    decode_image,
     decode_resized,
     stored_sizes,
 )
@@ -142,6 +143,25 @@ def test_formats(tmp_path: Path) -> None:
             assert size == (18, 17)
 
 
+@pytest.mark.parametrize("kind", ["jpg", "webp", "png", "tiff"])
+def test_photos_are_turned_upright(kind: str, tmp_path: Path) -> None:
+    """As PIL's ``exif_transpose`` does it; sizes are known from the header."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 23, 3), dtype=np.uint8)
+    photo = Image.fromarray(pixels)
+    file = tmp_path / f"photo.{kind}"
+    for orientation in range(10):  # 0 and 9 mean nothing
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        photo.save(file, exif=exif)
+        with Image.open(file) as opened:
+            expected = np.asarray(ImageOps.exif_transpose(opened).convert("RGB"))
+        assert np.array_equal(decode_image(str(file)).numpy(), expected)
+        (size,) = stored_sizes([str(file)], image_size=SIZE, threads=0)
+        assert size == decode_resized(str(file), image_size=SIZE).shape[:2]
+    photo.save(file, exif=b"Exif\0\0II*\0damaged")
+    assert decode_image(str(file)).shape == (40, 23, 3)
+
+
 def test_images_of_more_than_8_bits(tmp_path: Path) -> None:
     """16-bit images are scaled, not clipped; images of unknown range are refused."""
     for name in "ab":
@@ -210,6 +230,25 @@ def test_only_an_image_that_is_decoded_is_unreadable(photos: Path) -> None:
         (photos / file).write_bytes(content[:-40])
     with pytest.raises(UnreadableFiles, match="3 of 30 images"):
         decoded(photos)
+
+
+def test_files_are_skipped_once(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further runs of a command neither decode the others again nor warn again."""
+    names = spoil(photos)
+    store, recipe = ImageStore(), replace(RECIPE, data=f"imagefolder:{photos}")
+    options = Options(skip_unreadable=True, workers=0)
+    with pytest.warns(UserWarning, match=f"skipped {len(names)} images"):
+        first = store.get(recipe, options, CPU)
+    monkeypatch.setattr(folder_cache, "_decode", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert store.get(recipe, options, CPU).train_images is first.train_images
+        held_out = store.get(replace(recipe, hold_out=5), options, CPU)
+    assert len(held_out.test_target) == 5
+    files = store.files(recipe, options)
+    assert files is not None
+    assert not {str(photos / name) for name in names} & {*files.train_files, *files.test_files}
+    assert store.files(replace(recipe, data="digits"), options) is None
 
 
 # The same results from every place
@@ -543,8 +582,20 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_is_read_only(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_cache.os, "access", lambda *_: False)
+    def read_only(*folders: Path) -> None:
+        monkeypatch.setattr(folder_cache.os, "access", lambda path, _: path not in folders)
+
+    cache = photos / ".isda-cache"
+    read_only(photos)
     assert folder_cache._free_disk(photos) == 0
+    with pytest.raises(InputError, match=r"disk, because .*photos is read-only: use --cache auto"):
+        decoded(photos, "disk")
+    read_only(cache)
+    decoded(photos, "disk")  # there is no such folder yet
+    assert folder_cache._free_disk(photos) == 0  # made by another user
+    decoded(photos, "disk")  # a file that exists is used
+    read_only(photos)
+    assert folder_cache._free_disk(photos) > 0
 
 
 def test_unknown_place() -> None:
@@ -618,17 +669,25 @@ def test_a_split_decodes_only_what_is_held_out(
         assert len(whole.train_target) == len(held.train_target) + 6
 
 
-def test_images_that_change_are_decoded_again(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cache", ["memory", "disk"])
+def test_runs_of_a_command_train_on_the_same_images(
+    cache: str, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if files change meanwhile; the next command sees the change."""
     calls = count_decoding(monkeypatch)
-    recipe, options = replace(RECIPE, data=f"imagefolder:{photos}"), Options(cache="memory")
+    recipe, options = replace(RECIPE, data=f"imagefolder:{photos}"), Options(cache=cache)
     store = ImageStore()
     before = store.get(recipe, options, CPU)
     make_image(photos / "train" / "cat" / "new.png", (20, 20), 3)
-    after = store.get(recipe, options, CPU)
+    (photos / "train" / "owl" / "0.jpg").unlink()
+    assert store.get(recipe, options, CPU).train_images is before.train_images
+    assert calls == ["decoded"]
+    assert len(store.get(replace(recipe, hold_out=3), options, CPU).test_target) == 3
+    other = store.get(replace(recipe, image_size=SIZE - 1), options, CPU)
+    assert other.image_shape == (3, SIZE - 1, SIZE - 1)
+    make_image(photos / "train" / "cat" / "newer.png", (20, 20), 3)
+    after = ImageStore().get(recipe, options, CPU)
     assert len(after.train_target) == len(before.train_target) + 1
-    assert calls == ["decoded"] * 2
 
 
 def test_images_are_freed_before_the_next_are_loaded(

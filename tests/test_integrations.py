@@ -108,7 +108,8 @@ def train_tokens(
     resume: bool | str | None = None,
     options: dict[str, Any] = CHEAP,
     callback: dict[str, Any] | None = None,
-    loss: str = "isda",
+    loss: str | None = "isda",
+    then_epochs: int = 0,
     **arguments: Any,
 ) -> dict[str, Any]:
     import transformers
@@ -134,6 +135,7 @@ def train_tokens(
     model = transformers.BertForTokenClassification(config)
     criterion = isda.attach(model, **options)
     functions = {
+        None: None,
         "isda": loss_func(criterion),
         "mean": lambda outputs, labels, num_items_in_batch=None: criterion(outputs.logits, labels),
     }
@@ -160,6 +162,9 @@ def train_tokens(
         callbacks=[ISDACallback(criterion, **callback or {})],
     )
     trainer.train(resume_from_checkpoint=resume)
+    if then_epochs:
+        trainer.args.num_train_epochs = then_epochs
+        trainer.train()
     return {
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "weights": [p.detach() for p in model.parameters()],
@@ -270,6 +275,34 @@ def test_trainer_checkpoint_in_another_folder(tmp_path):
         train_tokens(tmp_path / "run", options=options, resume=elsewhere, **SAVE)
 
 
+def test_trainer_trains_twice(tmp_path):
+    """Each training has a ramp of its own, also if ``auto_find_batch_size`` starts it again."""
+    pytest.importorskip("transformers")
+    ours = train_tokens(tmp_path, options={"lambda_0": 2.0}, then_epochs=3)
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 24
+    given = {"lambda_0": 2.0, "total_steps": 32}
+    ours = train_tokens(tmp_path / "given", options=given, then_epochs=3)
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 32
+
+
+def test_trainer_whose_loss_is_another(tmp_path):
+    """What would train silently with another loss than was asked for."""
+    transformers = pytest.importorskip("transformers")
+    from isda.integrations.transformers import ISDACallback
+
+    with pytest.raises(ValueError, match=r"pass label_smoothing=0\.1 to isda\.attach instead"):
+        train_tokens(tmp_path, label_smoothing_factor=0.1)
+    train_tokens(tmp_path, options={**CHEAP, "label_smoothing": 0.1}, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match=r"without the criterion: pass compute_loss_func=loss_fu"):
+        train_tokens(tmp_path, loss=None)
+    sizes = {"vocab_size": 9, "n_embd": A, "n_layer": 1, "n_head": 2, "n_positions": L}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    callback = ISDACallback(isda.attach(model))
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel is a language model, .* are shifted"):
+        callback.on_train_begin(arguments, transformers.TrainerState(), None, model)
+
+
 def test_trainer_refusals():
     transformers = pytest.importorskip("isda.integrations.transformers")
     model = nn.Linear(A, C)
@@ -335,6 +368,7 @@ def train_lightning(
     resume: str | None = None,
     rank_batch: int = 4,
     fits: tuple[int, ...] = (),
+    norm: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     import lightning as lightning_package
@@ -348,8 +382,10 @@ def train_lightning(
     class Module(lightning_package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = nn.Sequential(nn.Linear(3, A), nn.ReLU(), nn.Linear(A, C))
+            between = nn.BatchNorm1d(A) if norm else nn.Identity()
+            self.model = nn.Sequential(nn.Linear(3, A), between, nn.ReLU(), nn.Linear(A, C))
             self.criterion = ISDACallback(isda.attach(self.model, lambda_0=2.0))
+            self.lr = 0.5
 
         def training_step(self, batch, index):
             return self.criterion(self.model(batch[0]), batch[1])
@@ -358,7 +394,7 @@ def train_lightning(
             self.log("val", self.criterion(self.model(batch[0]), batch[1]))
 
         def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     torch.manual_seed(0)
     module = Module()
@@ -450,6 +486,30 @@ def test_lightning_weight_averaging_leaves_the_statistics(tmp_path):
     )
     close(resumed["state"], averaged["state"])
     close(resumed["weights"], averaged["weights"])
+
+
+def test_lightning_batch_norm_of_averaged_weights(tmp_path):
+    """The epoch that recomputes the batch norm of the average is no training."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    average = StochasticWeightAveraging(0.1, swa_epoch_start=1)
+    ours = train_lightning(tmp_path, epochs=3, norm=True, callbacks=[average])
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 18
+    assert ours["state"]["criterion.estimator.count"].sum() == 3 * 24
+    assert ours["metrics"]["isda/strength"] == pytest.approx(2.0 * 17 / 18)
+
+
+def test_lightning_learning_rate_finder(tmp_path):
+    """It runs batches without the callbacks, and before the number of steps is known."""
+    pytest.importorskip("lightning")
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    find = LearningRateFinder(num_training_steps=5, update_attr=False)
+    ours = train_lightning(tmp_path / "ours", callbacks=[find])
+    plain = train_lightning(tmp_path / "plain")
+    close(ours["state"], plain["state"])
+    close(ours["weights"], plain["weights"])
 
 
 @pytest.mark.ddp

@@ -19,11 +19,12 @@ from isda.experiments.generators.feature_moves import (
     eigenvector_moves,
     random_moves,
 )
-from isda.experiments.generators.gan_quality import frechet_distance
+from isda.experiments.generators.gan_quality import frechet_distance, measure_gan
 from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_step import draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_training import train_gan
-from isda.experiments.generators.inversion import InversionSettings, show_inversion
+from isda.experiments.generators.inversion import show_inversion
+from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import (
     LatentDecoder,
     create_generator,
@@ -266,6 +267,19 @@ def test_frechet_distance_against_scipy() -> None:
     assert frechet_distance(one, one) == pytest.approx(0, abs=1e-6)
 
 
+def test_the_floor_does_not_depend_on_the_classes_drawn(classifier, generator, tmp_path) -> None:
+    """Sets of as many images of each class are nearer to each other than random ones."""
+    result = measure_gan(generator, classifier, tmp_path, epochs=1)
+    images, number = classifier.data.train_images, result["images"]
+    assert number == len(classifier.data.test_target)
+    random = []
+    for seed in range(5):
+        order = counter_rng.permutation(len(images), counter_rng.key(seed, device=images.device))
+        one, other = (classifier.all_features(images[part]) for part in order.split(number)[:2])
+        random.append(frechet_distance(one, other))
+    assert result["classifier_fid_floor"] < 0.8 * min(random)
+
+
 def test_the_chain_on_the_command_line(folder, capsys, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     run, gan = "runs/isda/0", "gans/digits-acgan/0"
@@ -276,7 +290,8 @@ def test_the_chain_on_the_command_line(folder, capsys, monkeypatch) -> None:
 
     text = output("gan", "measure", gan, "--classifier", run, "--epochs", "3")
     quality = json.loads(Path(gan, "quality.json").read_text())
-    assert quality["classifier_fid"] > quality["classifier_fid_floor"] > 0
+    for real in ("floor", "test"):
+        assert quality["classifier_fid"] > 2 * quality[f"classifier_fid_{real}"] > 0
     assert quality["error_of_synthetic"] > quality["error_of_real"]
     assert f"{quality['classifier_fid']:.3f}" in text
     assert "pictures/neighbours.png" in output("neighbours", run, "--measured", "50")
@@ -293,9 +308,12 @@ def test_the_chain_on_the_command_line(folder, capsys, monkeypatch) -> None:
     printed, page = capsys.readouterr().out, Path("page.html").read_text()
     for one in (result["pictures"]["ISDA"], result["pictures"]["control"]):
         assert f"{100 * one['residual_of_move']:.1f} %" in printed
-        assert f"<td>{100 * one['residual_of_move']:.1f} %</td>" in page
+        before = f"{100 * one['residual_of_move_before']:.1f} %"
+        assert f"<td>{before} → {100 * one['residual_of_move']:.1f} %</td>" in page
+        assert one["residual_of_move_before"] > one["residual_of_move"]
     assert f"<td>{quality['classifier_fid']:.3f}</td>" in page
-    assert page.count("<img ") == 2
+    assert page.count("<img ") == 3
+    assert "samples/epoch_0025.png" in printed  # of the GAN, after its last epoch
     assert main(["report", "--runs", "runs", "--pictures", "runs"]) == 2
     assert "has none of quality.json" in capsys.readouterr().err
     first = Path("pictures/inversion.png").read_bytes()

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isda.experiments.data import counter_rng
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.networks import (
     NETWORKS,
     Network,
     bind_key,
     create_network,
     own_image_size,
+    require_network,
 )
 from isda.experiments.networks.densenet import DenseLayer
 from isda.experiments.networks.network import ConvNetwork, conv, stages
@@ -751,6 +752,30 @@ def test_models_of_ones_own_that_cannot_be_used(own_models: str) -> None:
         create_network("nowhere:model", num_classes=7)
     with pytest.raises(InputError, match="network must be MODULE:FUNCTION, got 'module:'"):
         create_network("module:", num_classes=7)
+
+
+def test_networks_are_refused_before_they_are_built(own_models: str) -> None:
+    """A function of one's own is not called: it may depend on the number of classes."""
+    for name in ("resnet32", "timm:test_vit", "torchvision:resnet18", f"{own_models}:broken"):
+        require_network(name)
+    for name in ("resnet33", "timm:test_vi", "torchvision:resnet19", f"{own_models}:smal"):
+        with pytest.raises(InputError, match=f"unknown .*'{name.rpartition(':')[2]}'"):
+            require_network(name)
+    with pytest.raises(InputError, match=r"drop_rate of resnext29_8x64d must be 0, got 0\.3"):
+        require_network("resnext29_8x64d", drop_rate=0.3)
+
+
+def test_input_errors_stay_as_they_are() -> None:
+    """A network that says what is wrong is not said to refuse the size of the images."""
+    for error, message in (
+        (InputError("it must return logits"), "it must return logits"),
+        (ValueError("too small\nindeed"), "not accepted: too small"),
+    ):
+        with (
+            pytest.raises(InputError, match=f"^{message}$"),
+            as_input_error("not accepted"),
+        ):
+            raise error
 
 
 def test_torchvision_models_that_cannot_be_used() -> None:

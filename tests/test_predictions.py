@@ -28,10 +28,11 @@ from isda.experiments.report.classes import (
     evidence,
     reliability,
 )
-from isda.experiments.report.comparison import advice, comparison
+from isda.experiments.report.comparison import advice, comparison, comparison_rows
 from isda.experiments.report.intervals import difference, seeds_needed
 from isda.experiments.report.pages import write_comparison_page
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.images import kept_images
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.metrics import classified
 from isda.experiments.training.predicted_images import thumbnails
@@ -274,6 +275,45 @@ def test_names_are_escaped_on_the_page(compared: Path) -> None:
         assert f"<h2>{heading}</h2>" in text
 
 
+def test_size_of_the_tables_on_the_page(tmp_path: Path) -> None:
+    """All classes are listed up to 1000 of them; the test images are counted."""
+    for number, listed in ((12, 12), (40, 52), (1001, 12)):
+        out = tmp_path / str(number)
+        for name in (CE, ISDA):
+            target = np.arange(2 * number, dtype=np.int32) % number
+            with_predictions(out, name, 0, replace(
+                random_predictions(0), target=target, prediction=(target + 1) % number,
+                confidence=np.full(2 * number, 0.6, np.float32),
+                target_probability=np.full(2 * number, 0.2, np.float32),
+                class_names=tuple(f"class {c}" for c in range(number)),
+            ))  # fmt: skip
+        page = out / "page.html"
+        write_comparison_page(page, comparison(load_runs(out), CE, ISDA))
+        text = page.read_text(encoding="utf-8")
+        assert f"{2 * number:,} test images of {number} classes." in text
+        assert len(re.findall(r"<td>class \d+</td>", text)) == listed
+        assert "continue with more <code>--seeds</code> and <code>--resume</code>." in text
+
+
+@pytest.mark.parametrize(
+    ("last", "cell"),
+    [
+        ({"side_by_side": 1}, "+100 %"),
+        ({"side_by_side": 2, "peak_mib": 5.0}, "+100 %"),  # with runs of the same method
+        ({"side_by_side": 6}, "both trained side by side"),
+    ],
+)
+def test_time_of_runs_side_by_side(last: dict[str, float], cell: str, tmp_path: Path) -> None:
+    """The time of runs of both methods side by side does not tell which of them takes longer."""
+    for name, seconds in ((CE, 1.0), (ISDA, 2.0)):
+        run = make_run(tmp_path, name, 0, 10.0, epochs=0)
+        for epoch in range(run.recipe.epochs):
+            run.append({"epoch": epoch, "test_error": 10.0, "train_loss": 1.0,
+                        "seconds": seconds, **last})  # fmt: skip
+    rows = comparison_rows(comparison(load_runs(tmp_path), CE, ISDA))
+    assert next(row for row in rows if row[0] == "s / epoch") == ["s / epoch", "1.00", "2.00", cell]
+
+
 def test_records_without_predictions_give_the_rest(compared: Path) -> None:
     page = compared / "page.html"
     (compared / ISDA / "1" / "predictions.npz").unlink()
@@ -312,6 +352,34 @@ def test_compare_writes_a_page_with_images(
     page = Path(capsys.readouterr().out.splitlines()[-1]).read_text(encoding="utf-8")
     assert "data:image/png;base64," in page
     assert "Should you use ISDA? Too early to say." in page
+
+
+def test_pictures_are_those_of_the_files_that_were_used(tmp_path: Path) -> None:
+    """Also if files were skipped, or vanish after the training."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(10):
+            Image.new("RGB", (9, 9), (number, 9, 9)).save(tmp_path / name / f"{number}.png")
+    (tmp_path / "a" / "0.png").write_bytes(b"damaged")
+    recipe = replace(RECIPE, hold_out=0, data=f"imagefolder:{tmp_path}", image_size=9)
+    options = Options(skip_unreadable=True, workers=0)
+    with pytest.raises(InputError, match="not shown with --skip-unreadable"):
+        thumbnails(recipe, 0, [0], options)
+    with kept_images() as store:
+        with pytest.warns(UserWarning, match="skipped 1 image under"):
+            store.get(recipe, options, torch.device("cpu"))
+        for held_out in (0, 4):
+            chosen = replace(recipe, hold_out=held_out)
+            data = store.get(chosen, options, torch.device("cpu"))
+            numbers = range(len(data.test_target))
+            for number, content in thumbnails(chosen, 0, numbers, options).items():
+                pixels = np.asarray(Image.open(io.BytesIO(content)))
+                assert np.array_equal(pixels[0, 0], data.test_images[number, :, 0, 0])
+        used = store.files(recipe, options)
+        assert used is not None
+        Path(used.test_files[0]).unlink()
+        with pytest.raises(FileNotFoundError):
+            thumbnails(recipe, 0, [0], options)
 
 
 # Advice

@@ -2,16 +2,22 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isda.experiments.cli import TIME_UP, main
 from isda.experiments.errors import RunError
+from isda.experiments.forecast import Speeds, expected_plans, state_size
+from isda.experiments.generators.synthetic_images import require_generators
 from isda.experiments.queue import read_queue
+from isda.experiments.recipes import get_recipe
 from isda.experiments.records import export, load_runs, summary
-from isda.experiments.training import loop
+from isda.experiments.settings import Options
+from isda.experiments.training import images, loop
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder
+from isda.experiments.training.side_by_side import SideBySide
 
 QUICK = "--epochs 2 --batch-size 128 --hold-out 1200 --device cpu"
 QUEUE = f"""
@@ -140,5 +146,115 @@ def test_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_line_of_the_evidence() -> None:
-    """The queue at the root of the repository can be read."""
-    assert read_queue(Path(__file__).parents[1] / "evidence.queue")
+    """The queue at the root of the repository can be read, and needs no trained generators."""
+    lines = read_queue(Path(__file__).parents[1] / "evidence.queue")
+    plans = [expected_plans(line.task, line.task.options) for line in lines]
+    assert all(plans)
+    require_generators((plan.recipe for line in plans for plan in line), Options())
+
+
+def test_a_search_that_the_records_have_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has the records, but not the folder of the runs."""
+    epochs: list[int] = []
+    epoch = SideBySide.train_epoch
+    monkeypatch.setattr(SideBySide, "train_epoch", lambda one: (epochs.append(1), epoch(one)))
+    quick = QUICK.replace("--hold-out 1200", "--candidates 0.5 1")
+    Path("choice").write_text(
+        f"search {quick} --final-seeds 1\ncompare {quick} --seeds 0 --lambda-0 auto\n"
+    )
+    assert main(["queue", "choice", "--out", "first"]) == 0
+    assert len(epochs) == 2 * (2 + 1 + 2 + 2)  # the second line needs seed 1 of both candidates
+    for run in load_runs("first"):
+        export(run, "records")
+    epochs.clear()
+    assert main(["queue", "choice", "--results", "records"]) == 0
+    assert epochs == []
+    first, again = (
+        {path.name: path.read_bytes() for path in Path(folder).glob("*.json")}
+        for folder in ("first", "runs")
+    )
+    assert len(first) == 2
+    assert again == first
+
+
+def test_lines_load_their_images_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    load = images.load_data
+
+    def counting(spec: str, **options: Any) -> Any:
+        loaded.append(spec)
+        return load(spec, **options)
+
+    monkeypatch.setattr(images, "load_data", counting)
+    Path("my queue").write_text(f"{QUEUE}calibrate {QUICK} --methods ce --seeds 0 1\n")
+    assert main(["queue", "my queue"]) == 0
+    assert loaded == ["digits"]
+
+
+def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        f"train digits-resnet8-ce {QUICK} --seeds 0 1",
+        "table 2 --cell cifar100/resnet110 --seeds 0",
+        "table 2 --cell cifar100/resnet110 --seeds 0 1",
+        f"search {QUICK} --candidates 0.5 1 --final-seeds 0 1",
+        f"compare {QUICK} --lambda-0 auto --candidates 0.5 1 --seeds 0",
+        "table 4 --cell cifar100/resnet110/cgan --seeds 0",
+        "train cifar100-se_resnet110-ce",
+    ]
+    Path("my queue").write_text("\n".join(lines))
+    Path("results/benchmarks").mkdir(parents=True)
+    Path("results/benchmarks/train.csv").write_text(
+        "data,network,precision,images_per_second,device\n"
+        "cifar100,resnet110,bf16,10000,slow\ncifar100,resnet110,bf16,25000,H200\n"
+    )
+    assert main(["train", *lines[0].split()[1:], "--out", "other"]) == 0
+    export(load_runs("other")[0], "results")
+    capsys.readouterr()
+    assert main(["queue", "my queue", "--dry-run", "--minutes", "20"]) == 0
+    text = capsys.readouterr().out
+    rows = {row.split(":")[0]: row for row in text.splitlines()[2:9]}
+    # 160 epochs of 50,000 images at the best speed; a run of an earlier line is counted once
+    for number, left in {
+        1: ["1", "of", "2", "2"],
+        2: ["2", "of", "2", "320", "10.7"],
+        3: ["2", "of", "4", "320", "10.7"],
+        4: ["4", "of", "4", "8"],
+        5: ["3", "of", "6", "6"],  # the search has three of them
+        6: ["1", "of", "2", "160", "6.4"],  # every sixth image is synthetic
+        7: ["1", "of", "1", "200", "?"],
+    }.items():
+        words = rows[str(number)].split()
+        place = words.index("of") - 1
+        assert words[place : place + len(left)] == left, rows[str(number)]
+    assert "on slow, H200, " in text
+    assert "20 minutes are enough for lines 1, 2; line 3 begins and is continued" in text
+    assert "my queue:6 will fail: there is no generator in generators/cifar100-cgan/0" in text
+    assert not Path("runs").exists()
+
+
+def test_speeds_of_own_runs_take_precedence() -> None:
+    assert main(["train", "digits-resnet8-ce", *QUICK.split()]) == 0
+    (run,) = load_runs("runs")
+    Path("results/benchmarks").mkdir(parents=True)
+    Path("results/benchmarks/train.csv").write_text(
+        "data,network,precision,images_per_second,device\ndigits,resnet8,fp32,1e9,fast\n,,,,\n"
+    )
+    Path("results/benchmarks/train_other.csv").write_text("a,b\n1,2\n")  # another table
+    whole = get_recipe("digits-resnet8-ce")
+    assert Speeds([Path("results")]).seconds_per_epoch(whole) == pytest.approx(1437 / 1e9)
+    seconds = [line["seconds"] for line in run.metrics()]
+    both = Speeds([Path("results"), Path("runs"), Path("nowhere")])
+    assert list(both.devices) == ["fast", run.environments[0]["device"]]
+    found = both.seconds_per_epoch(run.recipe)  # 237 images
+    assert found is not None
+    assert min(seconds) <= found <= max(seconds)
+    assert both.seconds_per_epoch(get_recipe("cifar10-resnet32-ce")) is None
+
+
+@pytest.mark.parametrize("name", ["digits-resnet8-ce", "digits-resnet8-isda"])
+def test_size_of_a_checkpoint(name: str) -> None:
+    assert main(["train", name, *QUICK.split()]) == 0
+    written = next(Path("runs").rglob("checkpoint.pt")).stat().st_size
+    estimated = state_size(get_recipe(name))
+    assert estimated is not None
+    assert 0.9 < estimated / written < 1

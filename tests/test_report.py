@@ -583,6 +583,11 @@ def test_report_equals_the_raw_records(records):
         "few seeds for an interval. The one comparison of other methods with a baseline finds no "
         "significant difference." in text
     )
+    # what was found comes first: of the tables, the comparison with the most seeds
+    words = text.partition("## In words\n\n")[2]
+    assert words.startswith("CIFAR-10, ResNet-110: ISDA lowers the test error by ")
+    assert words.split(". ")[1] == "NLL 0.510 → 0.510, ECE 3.10 → 3.10 %"
+    assert words.index("Of 2 comparisons") < words.index("5 of the 128 cells")
     assert f"* {FIRST}-focal: Focal loss makes no significant difference to " in text
     assert "Unfinished runs that are left out: 1." in text
     assert [ISDA, "ce", "–", "−1.00", "too few seeds"] in [row[:5] for row in rows]

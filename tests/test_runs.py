@@ -172,7 +172,10 @@ def test_every_flipped_bit_of_the_last_ten_epochs_is_found(finished):
 def test_checksum_covers_recipe_and_order(finished, tmp_path):
     path = finished.folder / "config.json"
     text = path.read_text()
-    path.write_text(text.replace('"lambda_0": 0.5', '"lambda_0": 0.7'))
+    config = json.loads(text)
+    del config["check"]  # which finds it, too
+    config["recipe"]["lambda_0"] = 0.7
+    path.write_text(json.dumps(config))
     with pytest.raises(InputError, match="line 1 does not match its checksum"):
         RunFolder(finished.folder).metrics()
     path.write_text(text)
@@ -216,7 +219,7 @@ def test_a_run_without_checksums_goes_on(finished):
 
 def test_metrics_that_cannot_be_read(run):
     (run.folder / "metrics.jsonl").mkdir()
-    with pytest.raises(InputError, match=r"cannot read .*metrics.jsonl: Is a directory"):
+    with pytest.raises(InputError, match=r"metrics.jsonl is not a file"):
         summary(run)
 
 

@@ -15,9 +15,11 @@ from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_training import train_gan
 from isda.experiments.generators.synthetic_images import SyntheticImages, generator_of
 from isda.experiments.generators.trained_generator import load_generator
+from isda.experiments.queue import read_queue
 from isda.experiments.recipes import get_recipe, name_of, run_name
 from isda.experiments.records import Run, summary
 from isda.experiments.settings import Options
+from isda.experiments.training.groups import same_steps
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.training_step import Lane
 
@@ -137,6 +139,15 @@ def test_a_generator_of_other_images_is_refused(generators, device, tmp_path) ->
     fewer = replace(data, class_names=data.class_names[:3])
     with pytest.raises(InputError, match=r"has 10 classes .* has 3"):
         generator_of(recipe, fewer, Options(generators=tmp_path), device)
+
+
+def test_the_queue_of_table_4() -> None:
+    (line,) = read_queue(Path(__file__).parents[1] / "generators.queue")
+    plans = line.task.plans()
+    gans = [plan.recipe for plan in plans if plan.recipe.generator != "none"]
+    assert [recipe.generator for recipe in gans] == ["wgan", "cgan", "acgan", "infogan"]
+    assert all(same_steps(recipe, gans[0]) for recipe in gans)  # side by side
+    assert [plan.name for plan in plans if plan.recipe not in gans] == ["cifar10-resnet110-ce"]
 
 
 def test_names() -> None:

@@ -172,7 +172,7 @@ def planned(monkeypatch, tmp_path):
 def test_cell_is_trained_with_its_baseline(planned, capsys, tmp_path):
     show_table(["2", "--cell", "cifar100/resnet32", "--out", str(tmp_path), "--resume"])
     ((plans, options),) = planned
-    assert [(p.name, p.seed) for p in plans] == [(n, s) for n in (CE, ISDA) for s in (0, 1, 2)]
+    assert [(p.name, p.seed) for p in plans] == [(n, s) for s in (0, 1, 2) for n in (CE, ISDA)]
     assert all(plan.recipe == RECIPES[plan.name] for plan in plans)
     assert (options.out, options.resume) == (tmp_path, True)
     text = capsys.readouterr().out
@@ -181,6 +181,14 @@ def test_cell_is_trained_with_its_baseline(planned, capsys, tmp_path):
         number = f"{np.mean(raw[name]):.2f} ± {np.std(raw[name], ddof=1):.2f} (3)"
         assert f"| {paper} | {number} |" in text
     assert "ISDA lowers the test error by 1.00 points" in text
+
+
+def test_several_cells(planned):
+    cells = [f"cifar10/resnet110/{method}" for method in ("focal", "dropout_isda", "focal")]
+    show_table(["4", *(word for cell in cells for word in ("--cell", cell)), "--seeds", "5"])
+    ((plans, _),) = planned
+    methods = ("ce", "focal", "dropout", "dropout_isda")
+    assert [plan.name for plan in plans] == [f"cifar10-resnet110-{method}" for method in methods]
 
 
 def test_changed_cell(planned):
@@ -203,7 +211,8 @@ def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
         assert cli.main(command[1:]) == 0
     show_table(arguments)
     *alone, together = planned
-    assert [plan for plans, _ in alone for plan in plans] == together[0]
+    assert {plan for plans, _ in alone for plan in plans} == {*together[0]}
+    assert [plan.seed for plan in together[0]] == [3, 3, 4, 4]  # pairs finish together
     assert {options for _, options in planned} == {together[1]}
 
 

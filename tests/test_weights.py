@@ -3,14 +3,19 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
+from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from isda.experiments.cli import main
 from isda.experiments.data.arrays import load_data
+from isda.experiments.data.folders import FolderImages
 from isda.experiments.predictions import load_predictions
 from isda.experiments.records import Run, export
 
@@ -47,6 +52,38 @@ def test_the_code_of_the_card_gives_the_recorded_predictions(run: Run, card: str
     )
     wrong = 100 * (probabilities.argmax(1) != data.test_target).float().mean().item()
     assert f"| error, % | {wrong:.2f} |" in card
+
+
+def test_a_network_for_photos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files are prepared as the test images were: size, crop, interpolation, mean, deviation."""
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    for number, name in enumerate(("cat", "dog")):
+        for i in range(6):
+            path = tmp_path / "photos" / name / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = random.integers(0, 150, (50 + 9 * i, 60, 3)) + 100 * number
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_vit").state_dict(), "vit.safetensors")
+    words = "--data imagefolder:photos --network timm:test_vit --weights vit.safetensors --epochs 2"
+    assert main(["train", *words.split(), "--device", "cpu", "--learning-rate", "1e-3"]) == 0
+    (folder,) = (path.parent for path in Path("runs").rglob("checkpoint.pt"))
+    assert main(["weights", str(folder), "--out", "photos.safetensors"]) == 0
+    (code,) = re.findall(r"```python\n(.*?)```", Path("photos.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    recorded, data = load_predictions(Run(folder)), load_data("imagefolder:photos")
+    assert recorded is not None
+    assert isinstance(data, FolderImages)
+    found = [names["predict"](names["prepare"](file)).max(1) for file in data.test_files]
+    assert [int(one.indices) for one in found] == recorded.prediction.tolist()
+    confidence = torch.cat([one.values for one in found])
+    torch.testing.assert_close(
+        confidence, torch.from_numpy(recorded.confidence), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_header_and_card(run: Run, card: str) -> None:

@@ -1,6 +1,7 @@
 """Number of runs side by side: candidates, choice, and measurements that are kept."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,52 +61,117 @@ def test_choice() -> None:
     assert candidates(100, 3) == [2, 3, 4]
 
 
-def test_measured_once_per_folder(data, monkeypatch, tmp_path: Path, capsys) -> None:
+def width(bench: Bench, runs: int, expected: int, options: Options, **changes: object) -> int:
+    recipe = replace(RECIPE, **changes)  # type: ignore[arg-type]
+    return fastest_width(recipe, runs, expected, bench.lanes, options, DEVICE)
+
+
+def test_measured_once(data, monkeypatch, tmp_path: Path, capsys) -> None:
     bench = Bench(data, monkeypatch, {4: 0.0050, 6: 0.0066, 8: 0.0100})
     options = Options(out=tmp_path / "runs")
-    assert fastest_width(RECIPE, 10, 6, bench.lanes, options) == 6
+    assert width(bench, 10, 6, options) == 6
     assert bench.timed == [4, 6, 8]
     shown = capsys.readouterr().err
     assert "resnet8, ms per step and run by number of runs side by side: 4: 1.25, 6: 1.10" in shown
     assert shown.endswith("using 6\n")
-    assert fastest_width(RECIPE, 10, 6, bench.lanes, options) == 6
+    # known for fewer runs and for other losses, too
+    assert [width(bench, runs, 6, options, method="lq") for runs in (10, 7, 6, 5)] == [6, 6, 6, 5]
     assert bench.timed == [4, 6, 8]
-    # another network is measured, and so is the first one if the file is damaged
-    assert fastest_width(replace(RECIPE, method="lq"), 10, 6, bench.lanes, options) == 6
+    # another batch size is measured, and so is the first one if the file is damaged
+    assert width(bench, 10, 6, options, batch_size=15) == 6
     assert len(bench.timed) == 6
     path = tmp_path / "runs" / "side_by_side.json"
     assert len(json.loads(path.read_text())) == 2
-    for damage in ("[", "[]", json.dumps(dict.fromkeys(json.loads(path.read_text()), "no"))):
+    keys = json.loads(path.read_text())
+    wrong: list[object] = ["no", {}, {"0": 1.0}, {"-6": 1.0}, {"6": "1"}, {"6": -1.0}]
+    wrong += [{"4": math.nan, "6": 1.0}, {"6": True}, {"6": 10**400}, {"six": 1.0}, [6]]
+    damages = [json.dumps(dict.fromkeys(keys, value)) for value in wrong]
+    for number, damage in enumerate(["[", "[]", "[" * 100_000, *damages]):
         path.write_text(damage)
-        assert fastest_width(RECIPE, 10, 6, bench.lanes, options) == 6
-    assert len(bench.timed) == 15
+        bench.timed.clear()
+        assert width(bench, 10, 6, options) == 6, damage[:80]
+        assert bench.timed == [4, 6, 8], (number, damage[:80])
+
+
+def test_only_missing_numbers_are_measured(data, monkeypatch, tmp_path: Path) -> None:
+    bench = Bench(data, monkeypatch, {4: 0.0050, 6: 0.0066, 7: 0.0080, 8: 0.0100})
+    options = Options(out=tmp_path)
+    assert width(bench, 7, 6, options) == 6
+    assert width(bench, 20, 6, options) == 6
+    assert bench.timed == [4, 6, 7, 8]
+
+
+def test_measurements_travel_with_the_compiled_code(data, monkeypatch, tmp_path: Path) -> None:
+    bench = Bench(data, monkeypatch, {4: 0.0050, 6: 0.0090, 8: 0.0100})
+    cache = tmp_path / "cache"
+    assert width(bench, 10, 6, Options(out=tmp_path / "one", compile_cache=cache)) == 4
+    assert width(bench, 10, 6, Options(out=tmp_path / "other", compile_cache=cache)) == 4
+    assert bench.timed == [4, 6, 8]
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["side_by_side.json"]
+
+
+def test_a_short_command_does_not_measure(data, monkeypatch, tmp_path: Path) -> None:
+    """Of ten minutes, a measurement would take more than it can save."""
+    bench = Bench(data, monkeypatch, {4: 0.0050, 6: 0.0090, 8: 0.0100})
+    short, long = (Options(out=tmp_path, minutes=minutes) for minutes in (9, 90))
+    assert width(bench, 10, 6, short) == 6
+    assert bench.timed == []
+    assert width(bench, 10, 6, long) == 4
+    assert width(bench, 10, 6, short) == 4  # known now
 
 
 def test_out_of_memory(data, monkeypatch, tmp_path: Path) -> None:
     bench = Bench(data, monkeypatch, {4: 0.005})
-    assert fastest_width(RECIPE, 10, 6, bench.lanes, Options(out=tmp_path)) == 4
+    assert width(bench, 10, 6, Options(out=tmp_path)) == 4
     assert bench.timed == [4, 6]  # more runs do not fit, either
     bench = Bench(data, monkeypatch, {})
-    assert fastest_width(RECIPE, 10, 6, bench.lanes, Options(out=tmp_path / "other")) == 6
+    assert width(bench, 10, 6, Options(out=tmp_path / "other")) == 6
 
 
 def test_other_errors_are_left_to_the_training(data, tmp_path: Path) -> None:
     def create(number: int) -> list[Lane]:
         raise RuntimeError("the network does not accept these images")
 
-    assert fastest_width(RECIPE, 10, 6, create, Options(out=tmp_path)) == 6
+    assert fastest_width(RECIPE, 10, 6, create, Options(out=tmp_path), DEVICE) == 6
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_to_measure(data, monkeypatch, tmp_path: Path) -> None:
     bench = Bench(data, monkeypatch, {})
     options = Options(out=tmp_path)
-    assert fastest_width(RECIPE, 10, 1, bench.lanes, options) == 1
-    assert fastest_width(RECIPE, 1, 6, bench.lanes, options) == 1
-    large = replace(RECIPE, batch_size=64)  # fewer steps in an epoch than are timed
-    assert fastest_width(large, 10, 6, bench.lanes, options) == 6
+    assert width(bench, 10, 1, options) == 1
+    assert width(bench, 1, 6, options) == 1
+    assert width(bench, 5, 6, options) == 5  # all of them
+    # fewer steps in an epoch than are timed
+    assert width(bench, 10, 6, options, batch_size=64) == 6
     assert bench.timed == []
     assert not (tmp_path / "side_by_side.json").exists()
+
+
+def test_runs_of_a_seed_stay_together() -> None:
+    def whole(methods: int, seeds: int, width: int) -> int:
+        plans = [Plan(f"{method}", RECIPE, seed)
+                 for seed in range(seeds) for method in range(methods)]  # fmt: skip
+        return groups.whole_seeds(plans, width)
+
+    assert [whole(2, 5, width) for width in (1, 2, 3, 4, 5, 6)] == [1, 2, 2, 4, 4, 6]
+    assert [whole(3, 5, width) for width in (4, 6, 8)] == [3, 6, 6]
+    assert whole(7, 3, 6) == 6  # does not fit in any case
+    assert whole(1, 5, 4) == 4
+
+
+def test_compiled_code_is_kept_for_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of a queue that train the same network do not compile it again."""
+    resets: list[int] = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(1))
+    monkeypatch.setattr(groups, "_compiled", None)
+    monkeypatch.setattr(groups, "_side_by_side", lambda *_: 2)
+    gpu, counts = torch.device("cuda"), []
+    for name in ("resnet110-ce", "resnet110-isda", "resnet32-isda", "resnet110-isda"):
+        plans = [Plan(name, get_recipe(f"cifar100-{name}"), seed) for seed in range(3)]
+        assert list(groups.groups(plans, [0, 1, 2], Options(), gpu, ImageStore())) == [[0, 1], [2]]
+        counts.append(len(resets))
+    assert counts == [1, 1, 2, 3]
 
 
 def test_a_measurement_takes_steps_of_the_training(data) -> None:

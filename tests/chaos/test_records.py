@@ -88,7 +88,7 @@ def records(tmp_path: Path) -> Path:
 
 def shown(run: Run) -> tuple[object, ...]:
     """What a report can show of a run."""
-    return run.name, run.seed, run.recipe, summary(run), run.metrics()
+    return run.name, run.seed, run.recipe, run.environments, summary(run), run.metrics()
 
 
 def test_damaged_records(records: Path, generator: random.Random) -> None:

@@ -16,7 +16,14 @@ import tyro
 from isda.experiments.errors import InputError
 from isda.experiments.published import COST
 from isda.experiments.recipe_checks import require_seeds
-from isda.experiments.recipes import DEFAULT, OWN_IMAGES, fine_tuning, get_recipe
+from isda.experiments.recipes import (
+    DEFAULT,
+    OWN_IMAGES,
+    fine_tuning,
+    flags,
+    get_recipe,
+    with_method,
+)
 from isda.experiments.settings import METHODS, Options, Recipe
 
 __all__ = [
@@ -92,8 +99,9 @@ class TableArguments:
     table: tyro.conf.Positional[int]
     """Number of the table, 1 to 5."""
 
-    cell: str | None = None
-    """Train what this cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method."""
+    cell: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Train what a cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method; several cells
+    by several --cell."""
 
     results: Path | None = None
     """Folder of run records to show, without --cell; None: runs, else results."""
@@ -123,19 +131,11 @@ class TableArguments:
 
     def train_flags(self) -> list[str]:
         """The same settings as flags of ``isda train``."""
-        flags = ["--seeds", *map(str, self.seeds)]
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) is not None:
-                flags += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
-        for option in fields(Options):
-            value, flag = getattr(self.options, option.name), option.name.replace("_", "-")
-            if value == option.default:
-                continue
-            if isinstance(value, bool):
-                flags.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                flags += [f"--{flag}", str(value)]
-        return flags
+        changed = {name: getattr(self, name) for name in ("epochs", "batch_size")}
+        changed = {name: value for name, value in changed.items() if value is not None}
+        options = {option.name: getattr(self.options, option.name) for option in fields(Options)
+                   if getattr(self.options, option.name) != option.default}  # fmt: skip
+        return flags({"seeds": self.seeds, **changed, **options})
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,10 @@ class QueueArguments:
 
     results: Path = Path("results")
     """Folder of run records: runs that it has finished are skipped."""
+
+    dry_run: bool = False
+    """Print what is left to train and about how long it takes, and exit; with --minutes also what
+    fits into them."""
 
     engine: Literal["local", "ray"] = "local"
     """local: in this process, line by line. ray: on all GPUs of a Ray cluster, one worker each, or
@@ -323,26 +327,27 @@ def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
     for flag in ("--pretrained", "--freeze"):
         scan.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
     found, _ = scan.parse_known_args(words)
-    if name is not None:
-        start = get_recipe(name)
-    elif (found.data or "").startswith("imagefolder:"):
-        start = OWN_IMAGES
-        if found.pretrained or (found.pretrained is None and (found.weights or found.freeze)):
-            network = found.network or start.network
-            start = _fine_tuning(network, found.weights or "", freeze=bool(found.freeze))
-        elif (found.network or "").startswith("timm:"):
-            from isda.experiments.networks import own_image_size  # slow to import
-
-            start = replace(start, image_size=own_image_size(found.network) or start.image_size)
-        if _on_gpu(found.device or "auto"):
-            start = replace(start, precision="bf16")
+    if name is None and (found.data or "").startswith("imagefolder:"):
+        start = _own_images(found)
     else:
-        start = get_recipe(DEFAULT)
+        start = get_recipe(DEFAULT if name is None else name)
     if found.method not in METHODS or found.method == "isda":
         return start, start
-    noise_rate = 0.05 if found.method == "disturb_label" else 0.0
-    changed = replace(start.baseline(), method=found.method, noise_rate=noise_rate)
+    changed = with_method(start, found.method)
     return (start if name else changed), changed
+
+
+def _own_images(found: argparse.Namespace) -> Recipe:
+    """Default recipe for images of the user, with the network that the flags ask for."""
+    start = OWN_IMAGES
+    if found.pretrained or (found.pretrained is None and (found.weights or found.freeze)):
+        network = found.network or start.network
+        start = _fine_tuning(network, found.weights or "", freeze=bool(found.freeze))
+    elif (found.network or "").startswith("timm:"):
+        from isda.experiments.networks import own_image_size  # slow to import
+
+        start = replace(start, image_size=own_image_size(found.network) or start.image_size)
+    return replace(start, precision="bf16") if _on_gpu(found.device or "auto") else start
 
 
 def _on_gpu(device: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from isda import distributed
 from isda.experiments.files import write_text
 from isda.experiments.plans import AutoComparison, Planned
+from isda.experiments.report.intervals import RESOLUTION
 from isda.experiments.search import (
     Choice,
     Round,
@@ -19,13 +20,19 @@ from isda.experiments.search import (
 )
 from isda.experiments.training.run_folder import require_free
 
-__all__ = ["choose_lambda_0", "plan_words"]
+__all__ = ["choose_lambda_0", "plan_words", "tie_words"]
 
 
-def choose_lambda_0(task: AutoComparison) -> tuple[Planned, Choice | None]:
+def choose_lambda_0(
+    task: AutoComparison, *, records: Path | None = None
+) -> tuple[Planned, Choice | None]:
     """Choose λ₀ by successive halving; call it on all ranks, inside ``join_processes``.
 
     Prints the plan before it starts, and the errors of the candidates.
+
+    Args:
+        task: what to compare, and how to run the training.
+        records: folder of finished runs, which are not trained again.
 
     Returns:
         The runs of the comparison on all images, and on rank 0 the runs of the search.
@@ -41,13 +48,13 @@ def choose_lambda_0(task: AutoComparison) -> tuple[Planned, Choice | None]:
     if distributed.rank(None) == 0:
         print(plan_words(task, candidates, hold_out, rounds), flush=True)
     recipe = replace(task.recipe, hold_out=hold_out)
-    best, choice = choose(recipe, candidates, rounds, task.named, options)
+    best, choice = choose(recipe, candidates, rounds, task.named, options, records=records)
     planned = task.planned(best)
     if choice is not None:
         write_text(
             _record_path(planned), json.dumps(choice_record(choice, options.out), indent=2) + "\n"
         )
-        print(f"\n{choice_table(choice)}\n", flush=True)
+        print(f"\n{choice_table(choice)}\n{tie_words(choice)}", flush=True)
     return planned, choice
 
 
@@ -55,7 +62,8 @@ def plan_words(
     task: AutoComparison, candidates: tuple[float, ...], hold_out: int, rounds: list[Round]
 ) -> str:
     """What will be trained, and how many epochs it takes."""
-    lines = [f"λ₀ is chosen on {hold_out} training images, which are held out for it:"]
+    few = f"; one of them is {100 / hold_out:.2g} points of error" if hold_out < 100 else ""
+    lines = [f"λ₀ is chosen on {hold_out} training images, which are held out for it{few}:"]
     listed = " ".join(f"{lambda_0:g}" for lambda_0 in candidates)
     for number, part in enumerate(rounds, 1):
         which = listed if number == 1 else f"the better {part.candidates} of them"
@@ -69,6 +77,17 @@ def plan_words(
     share = 100 * search / compared
     lines.append(f"The search takes {search} epochs, {share:.0f} % of those of the comparison.")
     return "\n".join(lines)
+
+
+def tie_words(choice: Choice) -> str:
+    """Line about candidates with the same error as the chosen one; empty if there are none."""
+    error = choice.chosen.error.mean
+    equal = [trial for trial in choice.rounds[-1] if abs(trial.error.mean - error) < RESOLUTION]
+    if len(equal) < 2:
+        return ""
+    values = sorted(trial.recipe.lambda_0 for trial in equal)
+    *most, last = (f"{value:g}" for value in values)
+    return f"{', '.join(most)} and {last} have the lowest error: the smallest is chosen.\n"
 
 
 def _size(epochs: int, seeds: tuple[int, ...]) -> str:

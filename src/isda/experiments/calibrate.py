@@ -6,15 +6,16 @@ has seen, are evaluated with T and without it. All methods are trained on the sa
 cross entropy, label smoothing and ISDA can be compared before and after temperature scaling.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from isda.experiments.calibration import Calibration, load_calibration, save_calibration
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.plans import Calibrations
 from isda.experiments.search import default_hold_out
 from isda.experiments.settings import Options
@@ -22,10 +23,11 @@ from isda.experiments.training import loop
 from isda.experiments.training.device import choose_kernels, join_processes
 from isda.experiments.training.failures import finished_first
 from isda.experiments.training.groups import Plan, own_images
-from isda.experiments.training.images import ImageStore
+from isda.experiments.training.images import kept_images
 from isda.experiments.training.metrics import classification_metrics
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.run_images import RunImages
+from isda.experiments.training.start import finished_runs
 from isda.experiments.training.training_step import Lane
 
 __all__ = ["LIMITS", "calibrate", "fit_temperature", "measure"]
@@ -69,14 +71,14 @@ def measure(run: RunFolder, options: Options, device: torch.device) -> Calibrati
         raise InputError(
             f"{run.folder} has no held-out images to fit a temperature on: train with --hold-out"
         )
-    store = ImageStore()
-    own = own_images(store.get(recipe, options, device), plan)
+    with kept_images() as store:
+        own = own_images(store.get(recipe, options, device), plan)
+        # the test images of the data set, also if the run has drawn its training images
+        data = store.get(replace(recipe, hold_out=0), options, device)
     lane = Lane(recipe, run.seed, own, device)
     if run.load(lane.load_state_dict) is None or lane.epoch != recipe.epochs:
         raise InputError(f"{run.folder} has no checkpoint of its last epoch to calibrate")
     held_out, held_out_target = lane.predict(lane.images)
-    # the test images of the data set, also if the run has drawn its training images
-    data = store.get(replace(recipe, hold_out=0), options, device)
     images = RunImages(recipe, run.seed, data, device, rank=0, world=1, compiled=False)
     test, test_target = lane.predict(images)
     temperature = fit_temperature(held_out, held_out_target)
@@ -124,11 +126,21 @@ def calibrate(
     hold_out = task.recipe.hold_out or default_hold_out(task.recipe, options)
     plans = [plan for plan in task.planned(hold_out).plans() if waiting is None or waiting(plan)]
     with (
-        finished_first(loop.train, plans, options) as runs,
         join_processes(options.device) as (device, *_),
         choose_kernels(options, device),
+        kept_images(),
     ):
-        for run in runs:
-            if load_calibration(run) is None:
-                save_calibration(run, measure(run, options, device))
+        try:
+            with finished_first(loop.train, plans, options) as runs:
+                _measure_missing(runs, options, device)
+        except TimeUp:  # the finished ones need not wait for the others, nor keep a checkpoint
+            with contextlib.suppress(InputError):  # reported when all are finished
+                _measure_missing(finished_runs(plans, options).values(), options, device)
+            raise
     return runs
+
+
+def _measure_missing(runs: Iterable[RunFolder], options: Options, device: torch.device) -> None:
+    for run in runs:
+        if load_calibration(run) is None:
+            save_calibration(run, measure(run, options, device))

@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_bytes
+from isda.experiments.files import read_bytes, write_bytes
 from isda.experiments.metrics_lines import is_number, read_line, sealed
 from isda.experiments.records import CALIBRATION, Run
 
@@ -65,15 +65,16 @@ def load_calibration(run: Run) -> Calibration | None:
     path = run.folder / CALIBRATION
     if not path.exists():
         return None
+    content = read_bytes(path, most=2**16).removesuffix(b"\n")
     try:
-        record, checked = read_line(path.read_bytes().removesuffix(b"\n"), run.checksum())
+        record, checked = read_line(content, run.checksum())
         if not checked or not isinstance(record, dict):
             raise ValueError("has no checksum")
         if record.keys() != {field.name for field in dataclasses.fields(Calibration)}:
             raise ValueError("has other fields")
         if not all(is_number(value) and value >= 0 for value in record.values()):
             raise ValueError("has values that are not numbers >= 0")
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise InputError(
             f"{path} is damaged: it {error}; without it, isda calibrate measures again"
         ) from error

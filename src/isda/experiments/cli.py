@@ -46,7 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 run(words[0], words[1:])
         sys.stdout.flush()  # raises BrokenPipeError here, not at exit
     except StoppedElsewhere:
-        return 2  # another process says why
+        # another process says why and fails; torchrun would kill it at the first failed process
+        return 0
     except InputError as error:
         print(f"isda: {error}", file=sys.stderr)
         return 2
@@ -107,9 +108,9 @@ def _compare(words: list[str]) -> None:
     planned = plan_compare(words, description=COMMANDS["compare"])
     with contextlib.ExitStack() as stack:
         choice = None
+        stack.enter_context(kept_images())  # for all trainings, and for the pictures
         if isinstance(planned, AutoComparison):
             stack.enter_context(join_processes(planned.options.device))  # for both trainings
-            stack.enter_context(kept_images())
             planned, choice = choose_lambda_0(planned)
         runs = stack.enter_context(finished_first(train, planned.plans(), planned.options))
         names = {run.name for run in runs}
@@ -130,31 +131,18 @@ def _pictures(recipe: Recipe, options: Options, seed: int, indices: list[int]) -
 
     try:
         return thumbnails(recipe, seed, indices, options)
-    except (InputError, OSError) as error:  # the runs may have been copied without their images
+    except (OSError, ValueError, IndexError) as error:  # images that were moved or changed
         warnings.warn(f"no pictures on the page: {error}", stacklevel=2)
         return {}
 
 
 def _search(words: list[str]) -> None:
     """Choose λ₀ on held-out training images, then train on all and test."""
-    from isda.experiments.arguments import SearchArguments, parse_recipe
+    from isda.experiments.plans import plan_search
     from isda.experiments.search import search, search_table
 
-    given, start, name = parse_recipe(
-        SearchArguments, "search", words, description=COMMANDS["search"]
-    )
-    if given.recipe.method == "isda" and given.recipe.lambda_0 != start.lambda_0:
-        raise InputError("isda search chooses lambda_0: give its values with --candidates")
-    result = search(
-        given.recipe,
-        name,
-        start=start,
-        candidates=given.candidates,
-        seeds=given.seeds,
-        final_seeds=given.final_seeds,
-        with_baseline=given.with_baseline,
-        options=given.options,
-    )
+    task = plan_search(words, description=COMMANDS["search"])
+    result = search(**task.arguments(), options=task.options)
     if result is not None:
         print(f"{search_table(result)}\n{result.record}")
 
@@ -178,7 +166,7 @@ def _table(words: list[str]) -> None:
 
     given = parse(TableArguments, "table", words, description=COMMANDS["table"])
     table = get_table(given.table)
-    if given.cell is None:
+    if not given.cell:
         if given != TableArguments(given.table, results=given.results):
             raise InputError("training needs a cell: isda table N --cell DATA/NETWORK")
         folder = given.results or default_folder()
@@ -187,7 +175,7 @@ def _table(words: list[str]) -> None:
         return
     if given.dry_run:
         require_seeds("seeds", given.seeds)
-        for name in cell_recipes(given.table, given.cell):
+        for name in cell_recipes(given.table, *given.cell):
             print(shlex.join(["isda", "train", name, *given.train_flags()]))
         return
     from isda.experiments.plans import plan_cell
@@ -196,7 +184,7 @@ def _table(words: list[str]) -> None:
     planned = plan_cell(given)
     runs = train(planned.plans(), planned.options)
     if runs:  # only rank 0 has the records
-        names = dict(zip(cell_recipes(given.table, given.cell), planned.recipes, strict=True))
+        names = dict(zip(cell_recipes(given.table, *given.cell), planned.recipes, strict=True))
         print(cell_results(table, given.cell, names, runs))
 
 

@@ -94,50 +94,78 @@ class Workers:
             TimeUp: the time limit of a task was reached; its runs have written checkpoints.
             InputError: no worker can be started.
         """
-        waiting, losses = deque(tasks), dict.fromkeys(tasks, 0)
+        if not tasks:
+            return []
         missing = min(self.number, len(tasks)) - len(self._idle) - len(self._starting)
         self._starting.update(self._start() for _ in range(missing))
-        busy: dict[Any, tuple[Any, Task]] = {}
-        failed: list[tuple[Task, str]] = []
-        time_up: str | None = None
+        work = _Work(tasks)
         with _View(tasks, self.number) as view:
-            while busy or (waiting and time_up is None):
-                while waiting and self._idle and time_up is None:
-                    worker, task = self._idle.pop(), waiting.popleft()
-                    busy[worker.run.remote(task.prepare())] = worker, task
-                done, _ = self._ray.wait([*busy, *self._starting], timeout=_SECONDS)
-                view.update(len(busy))
+            while work.busy or work.can_begin:
+                while self._idle and work.can_begin:
+                    work.begin(self._idle.pop())
+                done, _ = self._ray.wait([*work.busy, *self._starting], timeout=_SECONDS)
+                view.update(len(work.busy))
                 for ref in done:
-                    worker, own = busy.pop(ref) if ref in busy else (self._starting.pop(ref), None)
-                    try:
-                        kind, text = self._ray.get(ref)
-                    except self._ray.exceptions.RayActorError as error:
-                        if own is None and not (busy or self._starting or self._idle):
-                            reason = str(error).strip().splitlines()[-1]
-                            raise InputError(f"no worker can be started: {reason}") from error
-                        if own is not None:
-                            self._starting.update([self._start()])
-                            losses[own] += 1
-                            if losses[own] < _ATTEMPTS:
-                                view.say(f"{own.label}: a worker was lost, another one continues")
-                                waiting.appendleft(own)
-                            else:
-                                reason = f"lost {_ATTEMPTS} workers, perhaps for lack of memory"
-                                failed.append((own, reason))
-                        continue
-                    self._idle.append(worker)
-                    if kind == "time":
-                        time_up = text
-                    elif kind == "failed" and own is not None:
-                        failed.append((own, text))
-        if time_up is not None:
-            raise TimeUp(time_up)
-        return failed
+                    self._receive(ref, work, view)
+        if work.time_up is not None:
+            raise TimeUp(work.time_up)
+        return work.failed
+
+    def _receive(self, ref: Any, work: "_Work", view: "_View") -> None:
+        """Take the answer of a worker, or replace it if it was lost."""
+        worker, task = work.busy.pop(ref) if ref in work.busy else (self._starting.pop(ref), None)
+        try:
+            kind, text = self._ray.get(ref)
+        except self._ray.exceptions.RayActorError as error:
+            if task is not None:
+                self._starting.update([self._start()])
+                if work.lost(task):
+                    view.say(f"{task.label}: a worker was lost, another one continues")
+            elif not (work.busy or self._starting or self._idle):
+                reason = str(error).strip().splitlines()[-1]
+                raise InputError(f"no worker can be started: {reason}") from error
+            return
+        self._idle.append(worker)
+        if kind == "time":
+            work.time_up = text
+        elif kind == "failed" and task is not None:
+            work.failed.append((task, text))
 
     def _start(self) -> tuple[Any, Any]:
         """A new worker, and before it the reference that is done when it is ready."""
         worker = self._create(os.getcwd(), one_thread=self.device == "cpu")
         return worker.ready.remote(), worker
+
+
+class _Work:
+    """Tasks that wait, are being worked on, or have failed."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.busy: dict[Any, tuple[Any, Task]] = {}  # worker and task, by reference to the answer
+        self.failed: list[tuple[Task, str]] = []
+        self.time_up: str | None = None  # the message, when the time limit is reached
+        self._waiting, self._losses = deque(tasks), dict.fromkeys(tasks, 0)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether a task waits and there is time for it."""
+        return bool(self._waiting) and self.time_up is None
+
+    def begin(self, worker: Any) -> None:
+        """Give the next task to a worker."""
+        task = self._waiting.popleft()
+        self.busy[worker.run.remote(task.prepare())] = worker, task
+
+    def lost(self, task: Task) -> bool:
+        """Note that a task has lost its worker; returns whether it is tried again."""
+        self._losses[task] += 1
+        again = self._losses[task] < _ATTEMPTS
+        if again:
+            self._waiting.appendleft(task)
+        else:
+            reason = f"lost {_ATTEMPTS} workers, perhaps for lack of memory"
+            self.failed.append((task, reason))
+        return again
 
 
 class _Worker:

@@ -1,6 +1,7 @@
 """Cost records: the CSV files of ``isda cost``, a line per network and case."""
 
 import csv
+import io
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isda.experiments.errors import InputError
+from isda.experiments.files import write_text, writing
 from isda.experiments.published import COST, Cost
 
 __all__ = [
@@ -84,16 +86,15 @@ def cost_lines(
 
 
 def write_costs(path: Path, lines: Sequence[Mapping[str, str]]) -> None:
-    """Write lines of :func:`cost_lines` to a CSV file, which is overwritten."""
+    """Write lines of :func:`cost_lines` to a CSV file, which is replaced as a whole."""
     names = dict.fromkeys((*_COLUMNS, *itertools.chain.from_iterable(lines)))
-    try:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(names))
+    writer.writeheader()
+    writer.writerows(lines)
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(names))
-            writer.writeheader()
-            writer.writerows(lines)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+    write_text(path, text.getvalue())
 
 
 def read_costs(paths: Iterable[Path]) -> list[dict[str, str]]:

@@ -77,6 +77,8 @@ def as_input_error(message: str) -> Iterator[None]:
     """Turn errors that a network raises for unsuitable images into an InputError."""
     try:
         yield
+    except InputError:
+        raise
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{message}: {reason}") from error

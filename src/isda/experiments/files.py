@@ -1,4 +1,4 @@
-"""Writing files so that a crash or a full disk leaves either the old file or the new one."""
+"""Small files: written so that a crash or a full disk leaves either the old file or the new one."""
 
 import contextlib
 import os
@@ -10,7 +10,29 @@ from pathlib import Path
 
 from isda.experiments.errors import InputError, WriteError
 
-__all__ = ["sync_folder", "write_bytes", "write_folder", "write_text", "writing"]
+__all__ = ["read_bytes", "sync_folder", "write_bytes", "write_folder", "write_text", "writing"]
+
+
+def read_bytes(path: Path, *, most: int) -> bytes:
+    """Read a small file.
+
+    Args:
+        path: file to read.
+        most: size that it can have, in bytes.
+
+    Raises:
+        InputError: it is missing, larger, not a file (reading a pipe would wait for ever), or
+            cannot be read.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError(f"{path} is not a file")
+        if found.st_size > most:
+            raise InputError(f"{path} has {found.st_size} bytes, more than the {most} possible")
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,8 +1,8 @@
-"""Lines of metrics.jsonl: one JSON object per epoch, with a checksum.
+"""Checksums of a record: of config.json, and of every line of metrics.jsonl.
 
-Every line ends in a field ``check``: the first 16 hexadecimal digits of the SHA-256 of name, seed
-and recipe, of all lines before it, and of the line itself up to that field. Lines without it, which
-earlier versions wrote, are unverified.
+metrics.jsonl has a JSON object per epoch. Every line ends in a field ``check``: the first 16
+hexadecimal digits of the SHA-256 of name, seed and recipe, of all lines before it, and of the line
+itself up to that field. Lines without it, which earlier versions wrote, are unverified.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ else:
 
 __all__ = [
     "Checksum",
+    "config_checksum",
     "first_checksum",
     "is_number",
     "is_object",
@@ -37,6 +38,12 @@ def first_checksum(name: str, seed: int, recipe: dict[str, Any]) -> Checksum:
         recipe: fields of the recipe, as in config.json.
     """
     return hashlib.sha256(json.dumps([name, seed, recipe], sort_keys=True).encode())
+
+
+def config_checksum(config: dict[str, Any]) -> str:
+    """Checksum of the fields of config.json, without their field ``check``."""
+    fields = {name: value for name, value in config.items() if name != "check"}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def sealed(record: dict[str, Any], checksum: Checksum) -> bytes:

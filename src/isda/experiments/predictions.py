@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_bytes
+from isda.experiments.files import read_bytes, write_bytes
 from isda.experiments.records import Run
 
 __all__ = ["Predictions", "load_predictions", "save_predictions"]
@@ -63,7 +63,7 @@ def load_predictions(run: Run) -> Predictions | None:
     if not path.exists():
         return None
     try:
-        arrays = _read(path.read_bytes())
+        arrays = _read(read_bytes(path, most=_LARGEST))
         records = run.metrics()
         _require_valid(arrays, records[-1]["test_error"] if records else None)
     except InputError:  # the metrics are damaged

@@ -8,48 +8,38 @@ or resumed. So the command can be stopped or killed at any time and started agai
 import dataclasses
 import shlex
 import sys
-import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from isda.experiments.arguments import QueueArguments, SearchArguments, parse_recipe
+from isda.experiments.arguments import QueueArguments
 from isda.experiments.auto import choose_lambda_0
 from isda.experiments.calibrate import calibrate
 from isda.experiments.calibration import load_calibration
 from isda.experiments.cluster import Task, Workers
-from isda.experiments.errors import InputError, TimeUp, unknown
+from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.forecast import Speeds, expected_plans, forecast, forecast_text
+from isda.experiments.generators.synthetic_images import require_generators
 from isda.experiments.plans import (
     AutoComparison,
     Calibrations,
+    Command,
     Planned,
-    plan_calibrate,
+    Search,
     plan_command,
 )
-from isda.experiments.records import Run, load_runs, summary
+from isda.experiments.records import load_runs, summary
 from isda.experiments.search import search, search_table
-from isda.experiments.settings import Options, Recipe
+from isda.experiments.settings import Options
 from isda.experiments.training import loop
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.failures import finished_first
 from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
+from isda.experiments.training.images import kept_images
+from isda.experiments.training.start import records_of
 
 __all__ = ["read_queue", "work_through"]
-
-_COMMANDS = ("train", "compare", "search", "calibrate", "table")
-
-
-@dataclass(frozen=True)
-class _Search:
-    """A search for λ₀ and how to run it."""
-
-    given: SearchArguments
-    start: Recipe
-    name: str | None
-
-    @property
-    def options(self) -> Options:
-        return self.given.options
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ class _Line:
     text: str
     """The command."""
 
-    task: Planned | AutoComparison | Calibrations | _Search
+    task: Command
     """What to train."""
 
 
@@ -95,37 +85,65 @@ def work_through(given: QueueArguments) -> None:
     if given.address is not None and given.engine != "ray":
         raise InputError("--address is that of a Ray cluster: use it with --engine ray")
     lines = read_queue(given.file)
+    if given.dry_run:
+        print(_forecast(lines, given))
+        return
     if given.engine == "ray":
         with Workers(given.address, given.options.device, given.options.processes) as workers:
             _spread(lines, given, workers)
         return
     failed = []
-    for line in lines:
-        options = _merged(given.options, line.task.options)
-        try:
-            _work(line, options, given.results)
-        except TimeUp as error:
-            limit = f"time limit of {given.options.minutes:g} min reached"
-            raise TimeUp(f"{limit} in {line.place} ({line.text})") from error
-        except InputError as error:
-            print(f"isda: {line.place}: {error}", file=sys.stderr)
-            failed.append(line.place)
-    if failed:
-        raise InputError(f"{len(failed)} of {len(lines)} lines failed: {', '.join(failed)}")
+    with kept_images():  # lines with the same images load them once
+        for line in lines:
+            options = _merged(given.options, line.task.options)
+            try:
+                _work(line, options, given.results)
+            except TimeUp as error:
+                limit = f"time limit of {given.options.minutes:g} min reached"
+                raise TimeUp(f"{limit} in {line.place} ({line.text})") from error
+            except InputError as error:
+                print(f"isda: {line.place}: {error}", file=sys.stderr)
+                failed.append(line.place)
+    _raise_failed(failed, lines)
+
+
+def _raise_failed(places: list[str], lines: list[_Line]) -> None:
+    """Raise InputError if lines have failed."""
+    places = list(dict.fromkeys(places))
+    if places:
+        raise InputError(f"{len(places)} of {len(lines)} lines failed: {', '.join(places)}")
 
 
 def _work(line: _Line, options: Options, results: Path) -> None:
     """Train what is missing of a line."""
-    if isinstance(line.task, _Search):
-        _search(line, line.task, options)
+    if isinstance(line.task, Search):
+        _search(line, line.task, options, results)
     elif isinstance(line.task, Calibrations):
         _calibrate(line, line.task, options, results)
     elif isinstance(line.task, AutoComparison):
         with join_processes(options.device):  # for both trainings
-            planned, _ = choose_lambda_0(replace(line.task, options=options))
+            task = replace(line.task, options=options)
+            planned, _ = choose_lambda_0(task, records=results)
             _train(line, planned, options, results)
     else:
         _train(line, line.task, options, results)
+
+
+def _forecast(lines: list[_Line], given: QueueArguments) -> str:
+    """What is left to train, and which lines would fail, as text."""
+    found, problems, seen = [], [], set[tuple[str, int]]()
+    speeds = Speeds([given.results, given.options.out])
+    for line in lines:
+        options = _merged(given.options, line.task.options)
+        folders = options.out, given.results
+        plans = expected_plans(line.task, options)
+        found.append(forecast(line.place, line.text, plans, folders, speeds, seen))
+        missing = [plan.recipe for plan in plans if not records_of(plan, *folders)]
+        try:
+            require_generators(missing, options)
+        except InputError as error:
+            problems.append(f"{line.place} will fail: {error}")
+    return "\n".join([forecast_text(found, speeds.devices, given.options.minutes), *problems])
 
 
 def _spread(lines: list[_Line], given: QueueArguments, workers: Workers) -> None:
@@ -134,55 +152,68 @@ def _spread(lines: list[_Line], given: QueueArguments, workers: Workers) -> None
     First the runs of all lines, a run that two lines need once; then the lines that choose or fit
     something with their runs, each on one worker.
     """
-
-    def options_of(line: _Line) -> Options:  # when a worker is free, with the time that is left
-        merged = _merged(given.options, line.task.options)
-        return replace(merged, device=workers.device, processes=1)
-
-    def task(line: _Line, plans: list[Plan]) -> Task:
-        out = options_of(line).out
-        folders = tuple((out / plan.name / str(plan.seed), plan.recipe.epochs) for plan in plans)
-        return Task(line.place, lambda: partial(_train_here, plans, options_of(line)), folders)
-
-    def whole(line: _Line) -> Task:
-        return Task(line.place, lambda: partial(_work_here, line, options_of(line), given.results))
-
-    first, seen = [], set()
+    runs, seen = [], set[tuple[str, int]]()
     for line in lines:
-        if not isinstance(line.task, Planned):
-            continue
-        plans = line.task.plans()
-        left = [plan for plan in plans
-                if not _finished(plan, options_of(line).out, given.results)]  # fmt: skip
-        done = len(plans) - len(left)
-        print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
-        left = [plan for plan in left if (plan.name, plan.seed) not in seen]
-        seen |= {(plan.name, plan.seed) for plan in left}
-        while left:
-            same = [plan for plan in left if same_steps(plan.recipe, left[0].recipe)]
-            left = [plan for plan in left if plan not in same]
-            width = -(-len(same) // workers.number)
-            if workers.device == "cuda":
-                width = min(width, options_of(line).side_by_side or MOST_SIDE_BY_SIDE)
-            else:
-                width = 1
-            first += [task(line, same[n : n + width]) for n in range(0, len(same), width)]
-    then = [whole(line) for line in lines if not isinstance(line.task, Planned)]
-    failed = workers.run(first) if first else []
-    failed += workers.run(then) if then else []
-    for one in first:
-        for folder, _ in one.runs:
-            for run in load_runs(folder) if (folder / "config.json").exists() else ():
-                if summary(run).finished:
-                    print(f"{run.folder}: error {summary(run).error:.2f} %")
-    for one, reason in failed:
-        print(f"isda: {one.label}: {reason}", file=sys.stderr)
-    if failed:
-        places = list(dict.fromkeys(one.label for one, _ in failed))
-        raise InputError(f"{len(places)} of {len(lines)} lines failed: {', '.join(places)}")
+        if isinstance(line.task, Planned):
+            options = _worker_options(line, given, workers)
+            left = _left(line, line.task, options.out, given.results)
+            left = [plan for plan in left if (plan.name, plan.seed) not in seen]
+            seen |= {(plan.name, plan.seed) for plan in left}
+            runs += [_group_task(line, part, given, workers)
+                     for part in _worker_groups(left, options, workers)]  # fmt: skip
+    whole = [_line_task(line, given, workers) for line in lines
+             if not isinstance(line.task, Planned)]  # fmt: skip
+    failed = [*workers.run(runs), *workers.run(whole)]
+    for folder in (folder for task in runs for folder, _ in task.runs):
+        for run in load_runs(folder) if (folder / "config.json").exists() else ():
+            if summary(run).finished:
+                print(f"{run.folder}: error {summary(run).error:.2f} %")
+    for task, reason in failed:
+        print(f"isda: {task.label}: {reason}", file=sys.stderr)
+    _raise_failed([task.label for task, _ in failed], lines)
 
 
-def _train_here(plans: list[Plan], options: Options) -> None:
+def _worker_groups(
+    plans: list[Plan], options: Options, workers: Workers
+) -> Iterator[Sequence[Plan]]:
+    """Runs that a worker trains together: equal shares, on a GPU not more than fit side by side."""
+    while plans:
+        same = [plan for plan in plans if same_steps(plan.recipe, plans[0].recipe)]
+        plans = [plan for plan in plans if plan not in same]
+        width = 1
+        if workers.device == "cuda":
+            share = -(-len(same) // workers.number)
+            width = min(share, options.side_by_side or MOST_SIDE_BY_SIDE)
+        yield from (same[start : start + width] for start in range(0, len(same), width))
+
+
+def _group_task(
+    line: _Line, plans: Sequence[Plan], given: QueueArguments, workers: Workers
+) -> Task:
+    """The task to train runs of a line."""
+    options = partial(_worker_options, line, given, workers)
+    folders = [options().out / plan.name / str(plan.seed) for plan in plans]
+    epochs = [plan.recipe.epochs for plan in plans]
+    return Task(
+        line.place,
+        lambda: partial(_train_here, plans, options()),
+        tuple(zip(folders, epochs, strict=True)),
+    )
+
+
+def _line_task(line: _Line, given: QueueArguments, workers: Workers) -> Task:
+    """The task to train what is missing of a line."""
+    options = partial(_worker_options, line, given, workers)
+    return Task(line.place, lambda: partial(_work_here, line, options(), given.results))
+
+
+def _worker_options(line: _Line, given: QueueArguments, workers: Workers) -> Options:
+    """Options of a line on a worker, with the time that is left now."""
+    options = _merged(given.options, line.task.options).with_minutes_left()
+    return replace(options, device=workers.device, processes=1)
+
+
+def _train_here(plans: Sequence[Plan], options: Options) -> None:
     """Train runs side by side on a worker, whose clock is not that of the command."""
     loop.train(plans, replace(options), progress=False)
 
@@ -192,24 +223,15 @@ def _work_here(line: _Line, options: Options, results: Path) -> None:
     _work(line, replace(options), results)
 
 
-def _task(words: list[str]) -> Planned | AutoComparison | Calibrations | _Search:
-    if words[0] not in _COMMANDS:
-        raise unknown("command of a queue", words[0], _COMMANDS)
+def _task(words: list[str]) -> Command:
     try:
-        if words[0] == "calibrate":
-            return plan_calibrate(words[1:])
-        if words[0] != "search":
-            return plan_command(words)
-        return _Search(*parse_recipe(SearchArguments, "search", words[1:], description=""))
+        return plan_command(words)
     except SystemExit:
         raise InputError("--help does not go into a queue") from None
 
 
 def _train(line: _Line, planned: Planned, options: Options, results: Path) -> None:
-    plans = planned.plans()
-    waiting = [plan for plan in plans if not _finished(plan, options.out, results)]
-    done = len(plans) - len(waiting)
-    print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
+    waiting = _left(line, planned, options.out, results)
     if not waiting:
         return
     with finished_first(loop.train, waiting, options) as runs:
@@ -218,19 +240,18 @@ def _train(line: _Line, planned: Planned, options: Options, results: Path) -> No
             print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s", flush=True)
 
 
-def _search(line: _Line, task: _Search, options: Options) -> None:
+def _left(line: _Line, planned: Planned, *folders: Path) -> list[Plan]:
+    """The runs of a line that are not finished; prints how many are."""
+    plans = planned.plans()
+    left = [plan for plan in plans if not records_of(plan, *folders)]
+    done = len(plans) - len(left)
+    print(f"{line.place}: {line.text}: {done} of {len(plans)} runs finished", flush=True)
+    return left
+
+
+def _search(line: _Line, task: Search, options: Options, results: Path) -> None:
     print(f"{line.place}: {line.text}", flush=True)
-    given = task.given
-    result = search(
-        given.recipe,
-        task.name,
-        start=task.start,
-        candidates=given.candidates,
-        seeds=given.seeds,
-        final_seeds=given.final_seeds,
-        with_baseline=given.with_baseline,
-        options=options,
-    )
+    result = search(**task.arguments(), options=options, records=results)
     if result is not None:
         print(f"{search_table(result)}\n{result.record}", flush=True)
 
@@ -239,7 +260,7 @@ def _calibrate(line: _Line, task: Calibrations, options: Options, results: Path)
     folders = options.out, results
 
     def waiting(plan: Plan) -> bool:
-        return not any(map(load_calibration, _finished(plan, *folders)))
+        return not any(map(load_calibration, records_of(plan, *folders)))
 
     print(f"{line.place}: {line.text}", flush=True)
     for run in calibrate(task, options, waiting=waiting):
@@ -248,25 +269,11 @@ def _calibrate(line: _Line, task: Calibrations, options: Options, results: Path)
         print(f"{run.folder}: temperature {found.temperature:.3f}", flush=True)
 
 
-def _finished(plan: Plan, *folders: Path) -> list[Run]:
-    """Finished runs of a plan in the folders, with the same recipe."""
-    found: list[Run] = []
-    for folder in folders:
-        path = folder / plan.name / str(plan.seed)
-        if (path / "config.json").exists():
-            found += load_runs(path.parent)
-    return [run for run in found if run.seed == plan.seed and summary(run).finished
-            and run.recipe == plan.recipe]  # fmt: skip
-
-
 def _merged(given: Options, line: Options) -> Options:
-    """Options of a line, else those of the command; always resumes, with the time that is left."""
+    """Options of a line, else those of the command; always resumes, in the time of the command."""
     changed = {
         field.name: getattr(line, field.name)
         for field in dataclasses.fields(Options)
         if getattr(line, field.name) != field.default
     }
-    if given.minutes is None:
-        return replace(given, **{**changed, "resume": True, "minutes": None})
-    left = given.minutes - (time.monotonic() - given.started_at) / 60
-    return replace(given, **{**changed, "resume": True, "minutes": max(left, 1e-9)})
+    return given.changed(**{**changed, "resume": True, "minutes": given.minutes})

@@ -5,7 +5,8 @@ the code, and the choice is a field: ``milestones``, ``cosine_offset``, ``ramp``
 """
 
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -21,9 +22,13 @@ __all__ = [
     "RECIPES",
     "baseline_of",
     "fine_tuning",
+    "flags",
     "get_recipe",
     "name_of",
+    "pair_name",
     "run_name",
+    "train_command",
+    "with_method",
 ]
 
 
@@ -74,6 +79,53 @@ def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> st
         for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
     ]
     return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+
+
+def pair_name(start: Recipe, start_name: str | None, recipe: Recipe) -> str:
+    """Name of a run of ISDA or of its baseline, both made from a recipe of ISDA, ``start``."""
+    if recipe.method == "isda":
+        return run_name(recipe, start, start_name)
+    return run_name(recipe, start.baseline(), baseline_of(start_name) if start_name else None)
+
+
+def with_method(recipe: Recipe, method: Any, *, noise_rate: float = 0.05) -> Recipe:
+    """The baseline of a recipe with another loss; disturb_label has this noise rate."""
+    noise_rate = noise_rate if method == "disturb_label" else 0.0
+    return replace(recipe.baseline(), method=method, noise_rate=noise_rate)
+
+
+def train_command(name: str, recipe: Recipe, seeds: Iterable[int]) -> str:
+    """The command that trains the runs with this name.
+
+    >>> start = get_recipe("digits-resnet8-isda")
+    >>> train_command("digits-resnet8-isda+lambda_0=1.0", replace(start, lambda_0=1.0), [0, 1])
+    'isda train digits-resnet8-isda --lambda-0 1.0 --seeds 0 1'
+
+    Args:
+        name: name of the runs: that of a recipe, and what was changed.
+        recipe: recipe of the runs.
+        seeds: their seeds.
+    """
+    start = name.partition("+")[0]
+    changes = differing_fields(get_recipe(start), recipe)
+    changed = {field: value for field, (_, value) in changes.items()}
+    return shlex.join(["isda", "train", start, *flags({**changed, "seeds": tuple(seeds)})])
+
+
+def flags(values: Mapping[str, Any]) -> list[str]:
+    """Fields of a recipe or of options as flags of a command.
+
+    >>> flags({"batch_size": 8, "nesterov": False, "milestones": (1, 2)})
+    ['--batch-size', '8', '--no-nesterov', '--milestones', '1', '2']
+    """
+    words = []
+    for field, value in values.items():
+        flag = field.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
+    return words
 
 
 def baseline_of(name: str) -> str:
@@ -206,26 +258,28 @@ def _named() -> Iterator[tuple[str, Recipe]]:
         yield name_of(recipe), recipe
         training = f"{recipe.data}-{recipe.network}"
         if recipe.data != "imagenet" and recipe.augment in ((), ("crop", "flip")):
-            smoothed = replace(recipe.baseline(), method="label_smoothing")
-            yield f"{training}-label_smoothing", smoothed
-        if recipe.augment != ("crop", "flip"):
-            continue
-        if recipe.network in _TABLE_4:
-            for method in _TABLE_4_METHODS:
-                noise = 0.1 if training == "cifar100-resnet110" else 0.05
-                noise_rate = noise if method == "disturb_label" else 0.0
-                changed = replace(recipe.baseline(), method=method, noise_rate=noise_rate)
+            yield f"{training}-label_smoothing", with_method(recipe, "label_smoothing")
+        if recipe.augment == ("crop", "flip"):
+            for method, changed in _variants(recipe, training):
                 yield f"{training}-{method}", changed
-            for gan in _TABLE_4_GANS:
-                if gan != "wgan" or recipe.data == "cifar10":  # as in the paper
-                    mixed = replace(recipe.baseline(), generator=gan, synthetic=1 / 6)
-                    yield f"{training}-{gan}", mixed
-        if recipe.network == "resnet110":
-            yield f"{training}-dropout", replace(recipe.baseline(), drop_rate=0.3)
-            yield f"{training}-dropout_isda", replace(recipe, drop_rate=0.3)
-        if recipe.network == "wide_resnet28_10":
-            for ablation, changes in _ABLATIONS.items():
-                yield f"{training}-{ablation}", replace(recipe, **changes)
+
+
+def _variants(recipe: Recipe, training: str) -> Iterator[tuple[str, Recipe]]:
+    """Rows of Tables 4 and 5 that a recipe of ISDA on CIFAR has, by name of the method."""
+    baseline = recipe.baseline()
+    if recipe.network in _TABLE_4:
+        for loss in _TABLE_4_METHODS:
+            noise = 0.1 if training == "cifar100-resnet110" else 0.05
+            yield loss, with_method(recipe, loss, noise_rate=noise)
+        for gan in _TABLE_4_GANS:
+            if gan != "wgan" or recipe.data == "cifar10":  # as in the paper
+                yield gan, replace(baseline, generator=gan, synthetic=1 / 6)
+    if recipe.network == "resnet110":
+        yield "dropout", replace(baseline, drop_rate=0.3)
+        yield "dropout_isda", replace(recipe, drop_rate=0.3)
+    if recipe.network == "wide_resnet28_10":
+        for ablation, changes in _ABLATIONS.items():
+            yield ablation, replace(recipe, **changes)
 
 
 RECIPES: dict[str, Recipe] = dict(_named())

@@ -4,6 +4,7 @@ Reading records needs neither torch nor the training code;
 :mod:`isda.experiments.training.run_folder` writes them.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -11,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from isda._version import __version__
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_bytes, write_folder
+from isda.experiments.files import read_bytes, write_bytes, write_folder
 from isda.experiments.metrics_lines import (
     Checksum,
+    config_checksum,
     first_checksum,
     is_number,
     is_object,
@@ -70,31 +73,34 @@ class Run:
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
         path = self.folder / "config.json"
+        config: dict[str, Any] = {}
         try:
-            if not path.is_file():
-                raise InputError("it is missing or not a file")
-            self._config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            self.name: str = self._config["name"]
-            self.seed: int = self._config["seed"]
+            if not path.exists():
+                raise InputError("it is missing")
+            config = json.loads(read_bytes(path, most=_LARGEST).decode())
+            self.name: str = config["name"]
+            self.seed: int = config["seed"]
             if not isinstance(self.name, str) or type(self.seed) is not int:
                 raise TypeError(f"name {self.name!r}, seed {self.seed!r}")
             _require_folder(self.folder, self.name, self.seed)
-            self.recipe = read_recipe(self._config["recipe"])
-            self.environments: list[dict[str, Any]] = self._config["environments"]
+            self.recipe = read_recipe(config["recipe"])
+            self.environments: list[dict[str, Any]] = config["environments"]
             if not self.environments or not all(map(_is_environment, self.environments)):
                 raise TypeError(f"environments {self.environments!r}")
-        except InputError as error:
-            raise InputError(f"{path} is not a run record: {_brief(str(error))}") from error
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            OverflowError,
-            RecursionError,
-        ) as error:
-            raise InputError(f"{path} is not a run record: {_brief(repr(error))}") from error
+            if not _is_weights(config.get("weights")):
+                raise TypeError(f"weights {config['weights']!r}")
+            if config.keys() - _FIELDS:
+                raise InputError(f"unknown field {min(config.keys() - _FIELDS)!r}")
+            expected = config_checksum(config)
+            if config.get("check", expected) != expected:
+                raise InputError("it does not match its checksum")
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
+                RecursionError) as error:  # fmt: skip
+            reason = str(error) if isinstance(error, InputError) else repr(error)
+            raise InputError(
+                f"{path} is not a run record: {_brief(reason)}{_written_by(config)}"
+            ) from error
+        self._config = config
         self._metrics: tuple[tuple[int, ...], list[dict[str, Any]]] = ((), [])  # as last read
         self._verified = False
 
@@ -102,13 +108,12 @@ class Run:
     def pretrained(self) -> str:
         """The pretrained weights that the run was started from, in words; "" without them."""
         found = self._config.get("weights")
-        if not isinstance(found, dict):
+        if found is None:
             return ""
-        new = ", ".join(map(str, found.get("new", []))) or "none"
-        digest = str(found.get("sha256"))[:16]
+        new = ", ".join(found["new"]) or "none"
         return (
-            f"{found.get('file')} (SHA-256 {digest}…), {found.get('tensors')} tensors; not loaded: "
-            f"{new}"
+            f"{found['file']} (SHA-256 {found['sha256'][:16]}…), {found['tensors']} tensors; "
+            f"not loaded: {new}"
         )
 
     @property
@@ -131,7 +136,8 @@ class Run:
             version = stat.st_ino, stat.st_mtime_ns, stat.st_size
             if version == self._metrics[0]:
                 return self._metrics[1]
-            *lines, rest = path.read_bytes().split(b"\n")
+            most = _LARGEST + self.recipe.epochs * _LONGEST
+            *lines, rest = read_bytes(path, most=most).split(b"\n")
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror or error}") from error
         records, checked, verified, checksum = [], False, True, self.checksum()
@@ -318,10 +324,7 @@ def export(run: Run, to: Path | str) -> Path:
 def _contents(folder: Path) -> dict[str, bytes]:
     """The files of a record, without those that are missing."""
     paths = [folder / file for file in ("config.json", "metrics.jsonl", CALIBRATION)]
-    try:
-        return {path.name: path.read_bytes() for path in paths if path.exists()}
-    except OSError as error:
-        raise InputError(f"cannot read {folder}: {error.strerror or error}") from error
+    return {path.name: read_bytes(path, most=2**30) for path in paths if path.exists()}
 
 
 def _require_folder(folder: Path, name: str, seed: int) -> None:
@@ -340,6 +343,17 @@ def _brief(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
+def _written_by(config: Any) -> str:
+    """The version that has written a config, in words, if it is not this one."""
+    with contextlib.suppress(KeyError, TypeError, IndexError):
+        version = config["environments"][-1]["isda"]
+        if version != __version__:
+            return f"; it was written by torch-isda {version!s:.20}, this is {__version__}"
+    return ""
+
+
+_FIELDS = {"name", "seed", "recipe", "environments", "weights", "check"}  # of config.json
+_LARGEST, _LONGEST = 2**20, 2**16  # bytes of config.json, and of a line of the metrics
 _SEED = re.compile("-?[0-9]+")
 _TRAINING = ("lock", "checkpoint.pt", "checkpoint.previous.pt")  # files of a run, not of a copy
 
@@ -358,4 +372,14 @@ def _fits(value: Any, kind: Any) -> bool:
 def _is_environment(value: Any) -> bool:
     return isinstance(value, dict) and not any(
         isinstance(one, dict | list) for one in value.values()
+    )
+
+
+def _is_weights(value: Any) -> bool:
+    """Whether a JSON value can be ``LoadedWeights.as_dict()``, or that of a run without them."""
+    kinds = {"file": str, "sha256": str, "tensors": int, "new": list}
+    return value is None or (
+        isinstance(value, dict)
+        and all(isinstance(value.get(name), kind) for name, kind in kinds.items())
+        and all(isinstance(name, str) for name in value["new"])
     )

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from isda import distributed
 from isda.experiments.errors import InputError, RunsFailed, StoppedElsewhere
 from isda.experiments.files import write_text
 from isda.experiments.recipe_checks import require_seeds
-from isda.experiments.recipes import RECIPES, baseline_of, run_name
+from isda.experiments.recipes import RECIPES, pair_name
 from isda.experiments.records import Run
 from isda.experiments.report.comparison import Side, create_side
 from isda.experiments.report.intervals import RESOLUTION
@@ -32,6 +33,7 @@ from isda.experiments.training.groups import Plan, load_images
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.loop import train
 from isda.experiments.training.run_folder import require_free
+from isda.experiments.training.start import adopt_records
 
 __all__ = [
     "Choice",
@@ -130,6 +132,7 @@ def choose(
     options: Options,
     *,
     with_baseline: bool = False,
+    records: Path | None = None,
 ) -> tuple[float, Choice | None]:
     """Choose λ₀ on held-out images; call it on all ranks, inside ``join_processes``.
 
@@ -140,6 +143,7 @@ def choose(
         named: name of the runs of a recipe.
         options: how to run the training.
         with_baseline: also train cross entropy in the first round, for comparison.
+        records: folder of finished runs, which are not trained again.
 
     Returns:
         The chosen λ₀ on all ranks, and the runs on rank 0.
@@ -158,8 +162,8 @@ def choose(
             [recipe.baseline().shortened(part.epochs)] if with_baseline and not number else []
         )
         # runs of the rounds before may be the same, if they have as few epochs
-        own = options.resuming() if number else options
-        trials = _trials([*baseline, *recipes], named, part.seeds, own)
+        own = options.changed(resume=True) if number else options
+        trials = _trials([*baseline, *recipes], named, part.seeds, own, records)
         order = _ranked(trials, candidates)
         shown.append(tuple(trials))
     best = order[0]
@@ -181,6 +185,7 @@ def search(
     hold_out: int | None = None,
     with_baseline: bool = False,
     options: Options | None = None,
+    records: Path | None = None,
 ) -> SearchResult | None:
     """Choose λ₀ on held-out images, train on all images, and record the test error.
 
@@ -196,6 +201,7 @@ def search(
             training images (CIFAR 5,000, ImageNet 50,000), and at least one per class.
         with_baseline: also train cross entropy on the same split, for comparison.
         options: how to run the training.
+        records: folder of finished runs, which are not trained again.
 
     Returns:
         The result; None on ranks other than 0.
@@ -212,11 +218,7 @@ def search(
     if hold_out < 1:
         raise InputError(f"hold_out must be >= 1, got {hold_out}")
 
-    def named(trial: Recipe) -> str:
-        if trial.method == "isda":
-            return run_name(trial, begun, name)
-        return run_name(trial, begun.baseline(), baseline_of(name) if name else None)
-
+    named = partial(pair_name, begun, name)
     recipe = replace(recipe, hold_out=hold_out)
     if not options.resume:  # find existing runs of the final training now, not after hours
         finals = [named(replace(recipe, lambda_0=float(one), hold_out=0)) for one in candidates]
@@ -225,10 +227,16 @@ def search(
     # one process group for both trainings, and images that are decoded once
     with join_processes(options.device), kept_images():
         best, choice = choose(
-            recipe, candidates, rounds, named, options, with_baseline=with_baseline
+            recipe,
+            candidates,
+            rounds,
+            named,
+            options,
+            with_baseline=with_baseline,
+            records=records,
         )
         chosen = replace(recipe, lambda_0=float(best), hold_out=0)
-        final = _trials([chosen], named, final_seeds, options)
+        final = _trials([chosen], named, final_seeds, options, records)
     if choice is None:
         return None
     whole = replace(recipe, lambda_0=begun.lambda_0, hold_out=0)
@@ -277,9 +285,12 @@ def _trials(
     named: Callable[[Recipe], str],
     seeds: Sequence[int],
     options: Options,
+    records: Path | None,
 ) -> list[Side]:
     """Train every recipe with every seed in one go; empty on ranks other than 0."""
     plans = [Plan(named(recipe), recipe, seed) for recipe in recipes for seed in seeds]
+    if records is not None and distributed.rank(None) == 0:
+        adopt_records(plans, records, options.out)
     try:
         runs: Sequence[Run] = train(plans, options)
     except RunsFailed as error:  # of candidates with too large a λ₀, for example

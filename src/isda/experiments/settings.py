@@ -184,9 +184,8 @@ class Recipe:
         for field in ("learning_rate", "head_rate"):
             value = getattr(self, field)
             _require(0 < value < math.inf, field, value, "> 0")
-        _require(
-            self.momentum > 0 or not self.nesterov, "momentum", self.momentum, "> 0 with nesterov"
-        )
+        moves = self.momentum > 0 or not self.nesterov
+        _require(moves, "momentum", self.momentum, "> 0 with nesterov")
         require_fine_tuning(self)
         _require(
             all(name in AUGMENTATIONS for name in self.augment)
@@ -213,7 +212,6 @@ class Recipe:
             self.noise_rate,
             "> 0 with method disturb_label and 0 with any other",
         )
-
         _require(
             (self.generator == "none") == (self.synthetic == 0),
             "synthetic",
@@ -370,17 +368,23 @@ class Options:
         """Start of the time limit: when the options were created, by ``time.monotonic``."""
         return self._started_at
 
-    def resuming(self) -> "Options":
-        """A copy that resumes runs, with the same start of the time limit."""
-        copy = replace(self, resume=True)
+    def changed(self, **changes: Any) -> "Options":
+        """A copy with other values, and with the same start of the time limit."""
+        copy = replace(self, **changes)
         object.__setattr__(copy, "_started_at", self._started_at)
         return copy
 
+    def with_minutes_left(self) -> "Options":
+        """A copy whose time limit is what is left of it now, for a machine with another clock."""
+        if self.minutes is None:
+            return self
+        left = self.minutes - (time.monotonic() - self._started_at) / 60
+        return replace(self, minutes=max(left, 1e-9))
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "_started_at", time.monotonic())
-        _require(self.side_by_side >= 0, "side_by_side", self.side_by_side, ">= 0")
-        seconds = self.checkpoint_seconds
-        _require(seconds >= 0, "checkpoint_seconds", seconds, ">= 0")
+        for field in ("side_by_side", "checkpoint_seconds"):
+            _require(getattr(self, field) >= 0, field, getattr(self, field), ">= 0")
         _require(self.processes >= 1, "processes", self.processes, ">= 1")
         limit = self.minutes
         _require(limit is None or 0 < limit < math.inf, "minutes", limit, "> 0")

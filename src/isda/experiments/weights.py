@@ -82,9 +82,16 @@ def model_card(run: Run, file: str, about: dict[str, Any]) -> str:
     ]
     table = [f"| {title} | {_number(own, digits)} | {_number(mean, digits)} |"
              for title, own, mean, digits in rows]  # fmt: skip
-    options = ", ".join(
-        f"{key}={about[key]!r}" for key in ("num_classes", "in_channels", "drop_rate")
-    )
+    options = _arguments(about, "num_classes", "in_channels", "drop_rate")
+    imported = prepare = ""
+    if _is_folder(recipe.data):
+        imported = "from isda.experiments.data.decoding import decode_center_crop\n"
+        preparation = _arguments(about, "image_size", "interpolation", "test_crop")
+        prepare = f"""
+
+def prepare(file):  # as the test images: uint8 (1, 3, H, W)
+    return decode_center_crop(file, {preparation}).permute(2, 0, 1)[None]
+"""
     fields = "\n".join(f"| {key} | `{json.dumps(value)}` |" for key, value in
                        recipe.as_dict().items())  # fmt: skip
     return f"""---
@@ -113,14 +120,14 @@ These are the numbers of a single seed. The calibration error has 15 bins of equ
 import torch
 from safetensors.torch import load_file
 
-from isda.experiments.networks import create_network
+{imported}from isda.experiments.networks import create_network
 
 network = create_network({recipe.network!r}, {options})
 network.load_state_dict(load_file({file!r}))
 network.eval()
 mean = torch.tensor({about["mean"]}).view(-1, 1, 1)
 std = torch.tensor({about["std"]}).view(-1, 1, 1)
-
+{prepare}
 
 def predict(images):  # uint8 (N, {about["in_channels"]}, H, W)
     with torch.no_grad():
@@ -156,16 +163,20 @@ all that `isda train` needs to train it again.
 
 def _about(run: Run, state: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
     recipe = run.recipe
-    kernel = next(tensor for tensor in weights.values() if tensor.dim() == 4)  # the first one
-    mean, std = _normalization(recipe.data)
+    kernels = (tensor for tensor in weights.values() if tensor.dim() == 4)
+    first = None if _is_folder(recipe.data) else next(kernels)
+    mean, std = _normalization(recipe)
     predictions = load_predictions(run)
     return {
         "network": recipe.network,
         "num_classes": state["data"][2],
-        "in_channels": kernel.shape[1],
+        "in_channels": 3 if first is None else first.shape[1],
         "drop_rate": recipe.drop_rate,
         "mean": list(mean),
         "std": list(std),
+        "image_size": recipe.image_size,
+        "interpolation": recipe.interpolation,
+        "test_crop": recipe.test_crop,
         "class_names": [] if predictions is None else list(predictions.class_names),
         "name": run.name,
         "seed": run.seed,
@@ -174,15 +185,27 @@ def _about(run: Run, state: dict[str, Any], weights: dict[str, Tensor]) -> dict[
     }
 
 
-def _normalization(data: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _normalization(recipe: Recipe) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation by which the images were normalised, of values from 0 to 1."""
-    if data == "digits":
-        digits = load_data(data)
+    if recipe.mean:
+        return recipe.mean, recipe.std
+    if recipe.data == "digits":
+        digits = load_data(recipe.data)
         assert isinstance(digits, ImageArrays)
         return digits.mean, digits.std
-    if data in ("cifar10", "cifar100"):
+    if recipe.data in ("cifar10", "cifar100"):
         return CIFAR_MEAN, CIFAR_STD
     return DecodedImages.mean, DecodedImages.std
+
+
+def _is_folder(data: str) -> bool:
+    """Whether a data set consists of image files."""
+    return data == "imagenet" or data.startswith("imagefolder:")
+
+
+def _arguments(about: dict[str, Any], *names: str) -> str:
+    """Arguments of a call in Python."""
+    return ", ".join(f"{name}={about[name]!r}" for name in names)
 
 
 def _data_words(recipe: Recipe) -> str:

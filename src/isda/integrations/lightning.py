@@ -10,10 +10,12 @@
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor
 
 from isda.attach import AttachedLoss
@@ -38,6 +40,9 @@ class ISDACallback(Callback):
     * It is no submodule of the LightningModule, so that weight averaging does not average the
       statistics, DistributedDataParallel does not send them with each batch, and
       ``load_from_checkpoint`` works without them.
+    * Where Lightning computes a loss but does not train, the statistics and the steps stay as they
+      are: in the last epoch of ``StochasticWeightAveraging``, which is for batch norm, and while
+      ``Tuner`` looks for a learning rate or a batch size, with ordinary cross entropy.
 
     Args:
         criterion: attached to the model.
@@ -47,6 +52,7 @@ class ISDACallback(Callback):
         require_isda(criterion)
         self.criterion = criterion
         self._is_set_up = False
+        self._is_training = False
         self._is_given = criterion.total_steps is not None
         self._strength: float | Tensor | None = None
         self._target: Tensor | None = None
@@ -61,8 +67,10 @@ class ISDACallback(Callback):
             )
         inner: Any = self.criterion.criterion
         step = inner.step.clone()
+        if training and not self._is_training:
+            options |= {"progress": 0.0, "update": False}
         loss: Tensor = self.criterion(logits, target, **options)
-        if training:
+        if training and self._is_training:
             self._target = target
             progress = options.get("progress")
             if inner.ramp == "constant":
@@ -78,7 +86,7 @@ class ISDACallback(Callback):
         return "isda"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._is_set_up = True
+        self._is_set_up, self._is_training = True, False
         if any(isinstance(module, Criterion | AttachedLoss) for module in pl_module.modules()):
             raise ValueError(
                 "the criterion must not be a submodule of the LightningModule, whose buffers are "
@@ -90,8 +98,12 @@ class ISDACallback(Callback):
                 'writes: use covariance="full" or "diagonal"'
             )
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._is_set_up = False
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # not on_fit_start, where the number of batches is not known yet
+        self._is_training = True
         if self._is_given:
             return
         if trainer.global_step == 0:
@@ -103,11 +115,20 @@ class ISDACallback(Callback):
                 "max_steps or max_epochs of the Trainer, or total_steps of the criterion"
             )
         batches = trainer.num_training_batches
-        self.criterion.total_steps = count_batches(
+        total_steps = count_batches(
             int(updates),
             int(batches) if math.isfinite(batches) else None,
             trainer.accumulate_grad_batches,
         )
+        if math.isfinite(batches):
+            total_steps = min(total_steps, _num_epochs(trainer) * int(batches))
+        self.criterion.total_steps = total_steps
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_training = trainer.current_epoch < _num_epochs(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_training = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if self._strength is None or self._target is None:
@@ -149,3 +170,10 @@ class ISDACallback(Callback):
         weight = self.criterion.gather_parameters()[0].float()
         rows = self.criterion.estimator.quadratic(weight, index).mean(1)  # (K,)
         return (rows * count).sum() / count.sum().clamp(min=1)
+
+
+def _num_epochs(trainer: Trainer) -> int:
+    """Number of epochs that train; an averaging of weights may have one more, for batch norm."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    averages = [each for each in callbacks if isinstance(each, StochasticWeightAveraging)]
+    return min((each.swa_end + 1 for each in averages), default=sys.maxsize)

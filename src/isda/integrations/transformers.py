@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from isda import distributed
 from isda.attach import AttachedLoss
@@ -92,8 +93,9 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
 class ISDACallback(TrainerCallback):
     """Sets ``total_steps`` and keeps the state of the criterion in the Trainer's checkpoints.
 
-    Every checkpoint folder gets a file ``isda.pt``. A training that is resumed without one raises,
-    because λ and the statistics would start again.
+    ``total_steps`` is set by each ``trainer.train()`` that starts at its first step, which then has
+    a ramp of λ of its own, unless you have set it. Every checkpoint folder gets a file ``isda.pt``.
+    A training that is resumed without one raises, because λ and the statistics would start again.
 
     Args:
         criterion: the attached criterion.
@@ -110,30 +112,45 @@ class ISDACallback(TrainerCallback):
         require_isda(criterion)
         self.criterion = criterion
         self.resume_from_checkpoint = resume_from_checkpoint
+        self._is_given = criterion.total_steps is not None
+        self._first_step: int | None = None
 
     def on_train_begin(
         self,
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
+        model: Any = None,
         train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        if state.is_hyper_param_search:
-            raise ValueError(
-                "ISDACallback cannot be used in trainer.hyperparameter_search, whose trials would "
-                "share one criterion: train each trial with a Trainer of its own"
-            )
-        try:
-            batches = len(train_dataloader)
-        except TypeError:  # an iterable data set
-            batches = None
-        if self.criterion.total_steps is None:
+        self._check(args, state, model)
+        inner: Any = self.criterion.criterion
+        if not self._is_given:
+            if state.global_step == 0:
+                inner.step.zero_()
+            try:
+                batches = len(train_dataloader)
+            except TypeError:  # an iterable data set
+                batches = None
             self.criterion.total_steps = count_batches(
                 state.max_steps, batches, args.gradient_accumulation_steps
             )
         if state.global_step > 0:
             self._load(args, state)
+        self._first_step = int(inner.step)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._first_step is None:
+            return
+        if self._first_step == int(self.criterion.criterion.step):
+            raise ValueError(
+                "the Trainer made a step without the criterion: pass "
+                "compute_loss_func=loss_func(criterion) to it"
+            )
+        self._first_step = None  # compared once, because it synchronises
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -143,6 +160,26 @@ class ISDACallback(TrainerCallback):
         file = _checkpoint_folder(args, state) / self._file_name()
         torch.save(self.criterion.state_dict(), file.with_suffix(".new"))
         file.with_suffix(".new").replace(file)
+
+    def _check(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
+        """Raise ValueError for a training whose loss would not be the one that was asked for."""
+        if state.is_hyper_param_search:
+            raise ValueError(
+                "ISDACallback cannot be used in trainer.hyperparameter_search, whose trials would "
+                "share one criterion: train each trial with a Trainer of its own"
+            )
+        smoothing = getattr(self.criterion.criterion, "label_smoothing", 0.0)
+        if args.label_smoothing_factor not in (0.0, smoothing):
+            raise ValueError(
+                f"label_smoothing_factor={args.label_smoothing_factor} has no effect, because the "
+                "Trainer ignores it with compute_loss_func: pass "
+                f"label_smoothing={args.label_smoothing_factor} to isda.attach instead"
+            )
+        if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            raise ValueError(
+                f"{type(model).__name__} is a language model, whose labels are shifted by one "
+                "token, which loss_func does not do: use a model for classification"
+            )
 
     def _load(self, args: TrainingArguments, state: TrainerState) -> None:
         given = self.resume_from_checkpoint or args.resume_from_checkpoint

@@ -169,6 +169,8 @@ def load_data(
     if kind in _CIFAR_CLASSES and not path:
         return _load_cifar(kind, Path("data" if root is None else root), download=download)
     if spec != "imagenet" and kind != "imagefolder":
+        if Path(spec).is_dir():
+            raise InputError(f"unknown data set {spec!r}; did you mean imagefolder:{spec}?")
         raise unknown("data set", spec, DATA)
     if spec == "imagenet" and root is None:
         raise InputError("imagenet needs --data-root, the folder with train/ and val/")

@@ -22,10 +22,12 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.files import sync_folder, writing
 
-__all__ = ["CacheFile", "contents_key"]
+__all__ = ["CACHE_FOLDER", "CacheFile"]
 
-_FORMAT = 1  # to be changed with the contents of the file
-_FOLDER = ".isda-cache"
+CACHE_FOLDER = ".isda-cache"
+"""Name of the folder of these files, beside the images."""
+
+_FORMAT = 2  # to be changed with the contents of the file
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class CacheFile:
     def of(cls, data: FolderImages) -> "CacheFile":
         """The file for these images, which need not exist."""
         settings = f"{data.image_size}-{data.interpolation}-{data.test_crop:g}"
-        return cls(data, data.path / _FOLDER / f"{settings}-{contents_key(data)}.bytes")
+        return cls(data, data.path / CACHE_FOLDER / f"{settings}-{_contents_key(data)}.bytes")
 
     def read(self) -> tuple[Tensor, Tensor] | None:
         """Sizes int64 (N, 2) and bytes, mapped into memory; None if there is no complete file."""
@@ -101,7 +103,7 @@ class CacheFile:
         return found[1]
 
 
-def contents_key(data: FolderImages) -> str:
+def _contents_key(data: FolderImages) -> str:
     """Hash of the settings and of name, size and times of change of every image file."""
     import torchvision  # slow to import
 

@@ -1,7 +1,7 @@
 """Decoding of image files in threads, to the sizes that crops need.
 
 JPEG files are decoded by torchvision, others by PIL. Both release Python's lock while they decode,
-and both give the same pixels of a JPEG.
+and both give the same pixels of a JPEG. Photos are turned upright, as their EXIF data says.
 """
 
 import io
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from isda.experiments.errors import InputError
@@ -21,6 +21,7 @@ __all__ = [
     "ImageFiles",
     "UnreadableFiles",
     "decode_center_crop",
+    "decode_image",
     "decode_resized",
     "few",
     "in_threads",
@@ -91,6 +92,25 @@ class ImageFiles:
         return ""
 
 
+def decode_image(file: str) -> Tensor:
+    """Pixels of a file in 8-bit RGB; of an animated image, the first frame.
+
+    Shape:
+        output uint8 (H, W, 3).
+    """
+    with open(file, "rb") as opened:
+        content = opened.read()
+    image = _decode_jpeg(content) if content.startswith(b"\xff\xd8") else None
+    orientation = 1
+    if image is None or b"Exif\0\0" in content:  # otherwise spare PIL
+        with Image.open(io.BytesIO(content)) as picture:
+            orientation = _orientation(picture)
+            if image is None:
+                image = torch.from_numpy(np.array(_to_rgb(picture)))
+    _require_ratio(*image.shape[:2])
+    return _upright(image, orientation)
+
+
 def resize_side(image_size: int) -> int:
     """Shorter side of a resized image, 256 pixels for crops of 224."""
     return round(image_size * 256 / 224)
@@ -102,7 +122,7 @@ def decode_resized(file: str, *, image_size: int, interpolation: str = "bilinear
     Shape:
         output uint8 (H, W, 3).
     """
-    image = _decode(file)
+    image = decode_image(file)
     side = resize_side(image_size)
     return image if min(image.shape[:2]) <= side else _resize(image, side, interpolation)
 
@@ -118,7 +138,7 @@ def decode_center_crop(
     from torchvision.transforms.v2 import functional  # slow to import
 
     side = round(image_size / test_crop)
-    image = _resize(_decode(file), side, interpolation).permute(2, 0, 1)
+    image = _resize(decode_image(file), side, interpolation).permute(2, 0, 1)
     return functional.center_crop(image, [image_size, image_size]).permute(1, 2, 0)
 
 
@@ -135,6 +155,8 @@ def stored_sizes(
         try:
             with Image.open(file) as image:
                 width, height = image.size
+                if _orientation(image) in _TRANSPOSED:
+                    width, height = height, width
             _require_ratio(height, width)
         except Exception as error:  # decoders raise all kinds of errors
             return _reason(error)
@@ -188,18 +210,6 @@ def one_line(name: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name))
 
 
-def _decode(file: str) -> Tensor:
-    """Pixels of a file, uint8 (H, W, 3); of an animated image, the first frame."""
-    with open(file, "rb") as opened:
-        content = opened.read()
-    image = _decode_jpeg(content) if content.startswith(b"\xff\xd8") else None
-    if image is None:
-        with Image.open(io.BytesIO(content)) as picture:
-            image = torch.from_numpy(np.array(_to_rgb(picture)))
-    _require_ratio(*image.shape[:2])
-    return image
-
-
 def _decode_jpeg(content: bytes) -> Tensor | None:
     """Pixels of a JPEG file; None: leave it to PIL."""
     try:
@@ -225,6 +235,30 @@ def _resize(image: Tensor, side: int, interpolation: str) -> Tensor:
 
 def _resized(length: int, side: int, short: int) -> int:
     return side if length == short else int(side * length / short)
+
+
+def _orientation(image: Image.Image) -> int:
+    """Orientation that the EXIF data in the header of a file gives; 1: the image is upright."""
+    if image.format == "TIFF" or "exif" not in image.info:  # PIL itself turns TIFF images
+        return 1
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # EXIF data that are damaged say nothing
+        return 1
+
+
+_TRANSPOSED = (5, 6, 7, 8)  # orientations whose rows are columns of the file
+_FLIPS = {2: (1,), 3: (0, 1), 4: (0,), 6: (1,), 7: (0, 1), 8: (0,)}  # axes, after transposing
+
+
+def _upright(image: Tensor, orientation: int) -> Tensor:
+    """Undo the orientation of an image (H, W, 3)."""
+    if orientation not in range(2, 9):
+        return image
+    pixels = image.numpy()
+    if orientation in _TRANSPOSED:
+        pixels = pixels.swapaxes(0, 1)
+    return torch.from_numpy(np.flip(pixels, _FLIPS.get(orientation, ())).copy())
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -18,12 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from isda.experiments.data.arrays import split
-from isda.experiments.data.cache_file import CacheFile
+from isda.experiments.data.cache_file import CACHE_FOLDER, CacheFile
 from isda.experiments.data.decoding import (
     ImageFiles,
     UnreadableFiles,
     decode_center_crop,
     decode_resized,
+    one_line,
     stored_sizes,
     unreadable,
 )
@@ -166,6 +167,11 @@ def _choose(cache: str, total: int, device: torch.device, path: Path, *, on_disk
         if on_disk:
             places.remove("memory")  # the system keeps what is used of the file in memory
         return next((place for place in places if 2 * total <= room[place]), "off")
+    if cache == "disk" and not on_disk and not _is_writable(path):
+        raise InputError(
+            f"cache must be another place than disk, because {one_line(path)} is read-only: use "
+            "--cache auto"
+        )
     if cache != "off" and total > room[cache]:
         raise InputError(
             f"cache must be a place with room for {_gibibytes(total)} of images, got {cache} with "
@@ -275,7 +281,12 @@ def _free_memory(device: torch.device) -> int:
 
 def _free_disk(path: Path) -> int:
     """Bytes that can be written beside the images; 0 in a folder that is read-only."""
-    return shutil.disk_usage(path).free if os.access(path, os.W_OK) else 0
+    return shutil.disk_usage(path).free if _is_writable(path) else 0
+
+
+def _is_writable(path: Path) -> bool:
+    own = path / CACHE_FOLDER  # perhaps of another user
+    return os.access(own if own.is_dir() else path, os.W_OK)
 
 
 def _lines(path: Path) -> Iterator[str]:

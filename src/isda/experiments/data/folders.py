@@ -165,13 +165,16 @@ def _samples(path: Path, class_names: list[str], left_out: set[str]) -> list[tup
 
 
 def _files(folder: str, above: set[tuple[int, int]]) -> list[str]:
-    """Files in a folder and the folders in it, sorted."""
+    """Files in a folder and the folders in it, sorted; pipes and devices are not files."""
     inside = above | {_identity(folder)}
     found = []
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if not os.path.isdir(entry.path):  # unlike entry.is_dir(), also for a link to itself
-                found.append(entry.path)
+            # of a link to itself, entry.is_dir() fails
+            is_file = entry.is_file(follow_symlinks=False)
+            if is_file or not os.path.isdir(entry.path):
+                if is_file or os.path.isfile(entry.path) or not os.path.exists(entry.path):
+                    found.append(entry.path)  # a broken link is reported when it is decoded
             elif not entry.is_symlink() or _identity(entry.path) not in inside:
                 found += _files(entry.path, inside)
     return found

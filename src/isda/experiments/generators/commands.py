@@ -16,7 +16,7 @@ from isda.experiments.report.pictures_of_features import (
     neighbours_table,
     quality_table,
 )
-from isda.experiments.training.device import join_processes
+from isda.experiments.training.device import choose_kernels, join_processes
 from isda_command import COMMANDS
 
 __all__ = ["gan", "invert", "neighbours"]
@@ -69,25 +69,14 @@ def _measure(words: list[str]) -> None:
 
 def invert(words: list[str]) -> None:
     """Show augmented features as pictures of a generator (Appendix C)."""
-    from isda.experiments.generators.inversion import InversionSettings, show_inversion
+    from isda.experiments.generators.inversion import show_inversion
     from isda.experiments.generators.trained_classifier import load_classifier
     from isda.experiments.generators.trained_generator import load_generator
 
     given = parse(InvertArguments, "invert", words, description=COMMANDS["invert"])
     require_seeds("seed", (given.seed,))
-    settings = InversionSettings(
-        draws=given.draws,
-        restarts=given.restarts,
-        start=given.start,
-        decoder_epochs=given.decoder_epochs,
-        eta=given.eta,
-        iterations=given.iterations,
-        learning_rates=given.learning_rates,
-        momentum=given.momentum,
-        weight_decay=given.weight_decay,
-    )
-    with join_processes(given.device) as (device, _, _):
-        options = options_of(given)
+    options = options_of(given)
+    with join_processes(given.device) as (device, _, _), choose_kernels(options, device):
         folder = given.generator
         generator = None if folder is None else load_generator(folder, device)
         classifier = load_classifier(given.classifier, options, device)
@@ -98,7 +87,7 @@ def invert(words: list[str]) -> None:
             classifier,
             generator,
             given.out,
-            settings,
+            given.settings,
             judge=judge,
             samples=given.samples,
             strength=given.strength,

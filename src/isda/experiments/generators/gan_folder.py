@@ -1,20 +1,23 @@
 """Folder of a GAN: ``OUT/<data>-<gan>/<seed>/`` with gan.json, checkpoint.pt and samples/.
 
 The checkpoint holds everything, the losses of all epochs included, and is replaced as a whole: a
-GAN that was killed continues from it exactly. The file names differ from those of a run, so that a
-report never takes a GAN for a run.
+GAN that was killed continues from it exactly. At the end ``generator.pt`` is written, the averaged
+weights alone, which all other commands read. The name gan.json differs from that of a run, so that
+a report never takes a GAN for a run.
 """
 
 import hashlib
 import json
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import sync_folder, write_text, writing
+from isda.experiments.files import read_bytes, sync_folder, write_text, writing
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.training.environment import environment
 from isda.experiments.training.run_folder import read_checkpoint
@@ -34,11 +37,14 @@ class GanFolder:
         path = self.folder / "gan.json"
         if not path.is_file():
             raise InputError(f"{self.folder} holds no GAN: {path.name} is missing")
+        content = read_bytes(path, most=2**20)
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = json.loads(content)
             self.settings = GanSettings.from_dict(config["settings"])
-            self.seed = int(config["seed"])
-        except (ValueError, KeyError, TypeError) as error:
+            self.seed = config["seed"]
+            if type(self.seed) is not int:
+                raise TypeError(f"seed {self.seed!r}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {error}") from error
 
     @classmethod
@@ -63,15 +69,26 @@ class GanFolder:
         found = cls(folder)
         before, now = found.settings.as_dict(), settings.as_dict()
         changed = [f"{key} {before[key]!r} → {now[key]!r}" for key in now
-                   if before[key] != now[key]]  # fmt: skip
+                   if before[key] != now[key] and key != "epochs"]  # fmt: skip
         if changed:
             raise InputError(f"{folder} was started with other settings ({', '.join(changed)})")
         return found
 
-    def save(self, state: dict[str, Any]) -> None:
-        """Write the checkpoint under a temporary name and rename it."""
+    def change_epochs(self, epochs: int) -> None:
+        """Change the number of epochs, which nothing in the training of an epoch depends on."""
+        if epochs == self.settings.epochs:
+            return
+        path = self.folder / "gan.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["settings"]["epochs"] = epochs
+        write_text(path, json.dumps(config, indent=2) + "\n")
+        self.settings = replace(self.settings, epochs=epochs)
+
+    def save(self, name: str, state: dict[str, Any]) -> None:
+        """Write ``checkpoint.pt`` or ``generator.pt`` under a temporary name and rename it."""
         state = {**state, "settings": self.settings.as_dict(), "seed": self.seed}
-        path, new = self.folder / "checkpoint.pt", self.folder / "checkpoint.new.pt"
+        path = self.folder / name
+        new = path.with_suffix(".new.pt")
         with writing(path, temporary=new):
             with open(new, "wb") as file:
                 torch.save(state, file)
@@ -80,19 +97,35 @@ class GanFolder:
             os.replace(new, path)
             sync_folder(self.folder)
 
-    def load(self) -> dict[str, Any] | None:
-        """The checkpoint on the CPU; None if there is none."""
-        path = self.folder / "checkpoint.pt"
+    def load(
+        self, name: str, use: Callable[[dict[str, Any]], object] | None = None
+    ) -> dict[str, Any] | None:
+        """``checkpoint.pt`` or ``generator.pt`` on the CPU; None if there is none.
+
+        Args:
+            name: of the file.
+            use: called with the contents; any exception but an InputError counts as damage.
+        """
+        path = self.folder / name
         if not path.exists():
             return None
         try:
             state = read_checkpoint(path)
-            own = state["settings"] == self.settings.as_dict() and state["seed"] == self.seed
+            its = {**state["settings"], "epochs": self.settings.epochs}
+            if its != self.settings.as_dict() or state["seed"] != self.seed:
+                raise InputError(
+                    f"{path} is the {path.stem} of another GAN: restore that of this one"
+                )
+            if use is not None:
+                use(state)
+        except InputError:
+            raise
         except Exception as error:  # a damaged file can fail in any way
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise InputError(f"{path} is damaged ({reason}): train the GAN again") from error
-        if not own:
-            raise InputError(f"{path} is the checkpoint of another GAN: restore that of this one")
+            rest = "train the GAN again"
+            if name == "generator.pt" and (self.folder / "checkpoint.pt").exists():
+                rest = f"isda gan train {self.settings.gan} --resume writes it again"
+            raise InputError(f"{path} is damaged ({reason}): {rest}") from error
         return state
 
 

@@ -5,6 +5,7 @@ learn; the others have spectral norm, since the plain critics of their papers ar
 until the generator has no gradient. Neither uses statistics over the batch in the critic.
 """
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -55,13 +56,12 @@ class Generator(nn.Module):
         inputs = settings.noise + settings.codes + num_classes
         first = nn.Linear(inputs, channels[0] * 16, bias=False)
         layers: list[nn.Module] = [first, nn.Unflatten(1, (channels[0], 4, 4))]
-        for before, after in zip(channels, [*channels[1:], image_shape[0]], strict=True):
-            layers += [
-                nn.BatchNorm2d(before),
-                nn.ReLU(),
-                nn.ConvTranspose2d(before, after, 4, 2, 1),
-            ]
-        self.layers = nn.Sequential(*layers, nn.Tanh())
+        for before, after in itertools.pairwise(channels):  # batch norm would remove a bias
+            convolution = nn.ConvTranspose2d(before, after, 4, 2, 1, bias=False)
+            layers += [nn.BatchNorm2d(before), nn.ReLU(), convolution]
+        last = nn.ConvTranspose2d(channels[-1], image_shape[0], 4, 2, 1)
+        layers += [nn.BatchNorm2d(channels[-1]), nn.ReLU(), last, nn.Tanh()]
+        self.layers = nn.Sequential(*layers)
         _initialise(self)
 
     def forward(self, latent: Tensor, label: Tensor) -> Tensor:

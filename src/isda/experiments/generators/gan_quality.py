@@ -12,6 +12,7 @@ from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text
+from isda.experiments.generators.feature_moves import choose_samples
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Recipe
@@ -20,7 +21,7 @@ from isda.experiments.training.training_step import Lane
 
 __all__ = ["frechet_distance", "measure_gan"]
 
-_HALVES, _DRAW, _TRAINING = 1, 2, 3  # key parts
+_DRAW, _TRAINING = 1, 2  # key parts
 
 
 def frechet_distance(one: Tensor, other: Tensor) -> float:
@@ -55,8 +56,9 @@ def measure_gan(
     """Write ``quality.json`` to the folder of a GAN and return what it has.
 
     - *Classifier FID*: Fréchet distance, over the features of a frozen classifier, of synthetic
-      images from one half of the training images. Its floor is the distance of the two halves; all
-      sets have the same size, on which the distance depends.
+      images from random training images. Its floor is the distance of other training images; that
+      of test images is what real images reach that the classifier was not trained on. All sets have
+      the same size and as many images of each class, since the distance depends on both.
     - Test error on real images of a small network that is trained on synthetic images alone, as
       many as there are training images, next to the same network trained on real images.
 
@@ -75,12 +77,19 @@ def measure_gan(
     )
     key = counter_rng.key(seed, device=data.train_images.device)
     number = len(data.train_target)
-    order = counter_rng.permutation(number, counter_rng.fold(key, _HALVES))
-    first, second = (
-        classifier.all_features(data.train_images[half]) for half in order.split(number // 2)[:2]
-    )
+    size = min(number // 2, len(data.test_target))
+    chosen = choose_samples(classifier, 2 * size, seed)  # as many of each class
     classes = [index % data.num_classes for index in range(number)]
-    images = generator.draw(classes[: number // 2], counter_rng.fold(key, _DRAW))
+    sets = {
+        "": generator.draw(classes[:size], counter_rng.fold(key, _DRAW)),
+        "_floor": data.train_images[chosen[size:]],
+        "_test": data.test_images[:size],
+    }
+    training = classifier.all_features(data.train_images[chosen[:size]])
+    distances = {
+        f"classifier_fid{name}": frechet_distance(training, classifier.all_features(images))
+        for name, images in sets.items()
+    }
     synthetic = replace(
         data,
         train_images=generator.draw(classes, counter_rng.fold(key, _TRAINING)),
@@ -93,8 +102,8 @@ def measure_gan(
         "data": data.name,
         "seed": seed,
         "epochs": epochs,
-        "classifier_fid": frechet_distance(first, classifier.all_features(images)),
-        "classifier_fid_floor": frechet_distance(first, second),
+        "images": size,
+        **distances,
         "error_of_synthetic": _test_error(synthetic, epochs, seed),
         "error_of_real": _test_error(data, epochs, seed),
     }

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.settings import GanName
 
-__all__ = ["CODES", "GANS", "GanSettings", "get_gan"]
+__all__ = ["CODES", "GANS", "GanSettings", "get_gan", "require"]
 
 CODES = 2
 """Number of further latent inputs of infoGAN, uniform in [-1, 1)."""
@@ -63,15 +63,15 @@ class GanSettings:
         if self.gan not in get_args(GanName):
             raise unknown("GAN", self.gan, get_args(GanName))
         for field in ("epochs", "batch_size", "critic_steps", "width"):
-            _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
-        _require(self.noise >= 2, "noise", self.noise, ">= 2")
-        _require(self.hold_out >= 0, "hold_out", self.hold_out, ">= 0")
+            require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
+        require(self.noise >= 2, "noise", self.noise, ">= 2")
+        require(self.hold_out >= 0, "hold_out", self.hold_out, ">= 0")
         for field in ("beta_1", "beta_2", "average"):
             value = getattr(self, field)
-            _require(0 <= value < 1, field, value, ">= 0 and < 1")
-        _require(0 <= self.penalty < math.inf, "penalty", self.penalty, ">= 0")
+            require(0 <= value < 1, field, value, ">= 0 and < 1")
+        require(0 <= self.penalty < math.inf, "penalty", self.penalty, ">= 0")
         rate = self.learning_rate
-        _require(0 < rate < math.inf, "learning_rate", rate, "> 0")
+        require(0 < rate < math.inf, "learning_rate", rate, "> 0")
 
     @property
     def per_class(self) -> bool:
@@ -82,6 +82,11 @@ class GanSettings:
     def codes(self) -> int:
         """Number of latent inputs besides the noise."""
         return CODES if self.gan == "infogan" else 0
+
+    @property
+    def flips(self) -> bool:
+        """Whether real images are flipped at random, as for the classifiers of the data set."""
+        return self.data != "digits"
 
     @property
     def name(self) -> str:
@@ -108,7 +113,8 @@ def get_gan(name: str) -> GanSettings:
     return GANS[name]
 
 
-def _require(holds: bool, field: str, value: object, expectation: str) -> None:
+def require(holds: bool, field: str, value: object, expectation: str) -> None:
+    """Raise InputError about a field unless the condition holds."""
     if not holds:
         raise InputError(f"{field} must be {expectation}, got {value!r}")
 
@@ -118,7 +124,7 @@ GANS: dict[str, GanSettings] = {
         gan="wgan",
         epochs=1000,
         critic_steps=5,
-        learning_rate=1e-4,
+        learning_rate=2e-4,
         beta_1=0.0,
         beta_2=0.9,
         penalty=10.0,
@@ -135,4 +141,5 @@ GANS: dict[str, GanSettings] = {
         for name in ("cgan", "acgan", "infogan")
     },
 }
-"""Default settings by name; those of Adam and of the penalty are from the GANs' papers."""
+"""Default settings by name. Adam is as in WGAN-GP (Gulrajani et al., 2017, for CIFAR-10) and, where
+the critic has spectral norm, as in DCGAN; both at a constant rate."""

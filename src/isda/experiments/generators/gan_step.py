@@ -19,7 +19,7 @@ from isda.experiments.generators.gan_settings import GanSettings
 
 __all__ = ["GanLane", "draw_latent", "to_bytes", "to_unit"]
 
-_REAL, _LATENT, _MIX, _WEIGHTS = range(1, 5)  # key parts, one per use of random numbers
+_REAL, _LATENT, _MIX, _WEIGHTS, _FLIP = range(1, 6)  # key parts, one per use of random numbers
 
 
 class GanLane:
@@ -58,10 +58,10 @@ class GanLane:
 
     def step(self) -> None:
         """Some steps of the critic and one of the generator."""
-        key = counter_rng.fold(self.key, self.steps)
+        real, label, latent, mix = self._draw()
         for number in range(self.settings.critic_steps):
-            self._critic_step(counter_rng.fold(key, number))
-        self._generator_step(counter_rng.fold(key, self.settings.critic_steps))
+            self._critic_step(real[number], label[number], latent[number], mix[number])
+        self._generator_step(label[-1], latent[-1])
         self._update_average()
         self.steps.add_(1)
 
@@ -99,50 +99,63 @@ class GanLane:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
 
-    def _critic_step(self, key: Tensor) -> None:
-        size = self.settings.batch_size
-        index = counter_rng.integers((size,), counter_rng.fold(key, _REAL), high=len(self.images))
-        real, label = to_unit(self.images[index]), self.target[index]
-        latent, codes = self._draw(size, key)
+    def _draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Real images, labels, latents and shares of the mixture for all steps of the critic.
+
+        Labels and latents have one more row, for the generator. Everything is drawn at once: drawn
+        for one step of the critic after the other, random numbers would need most of the kernels.
+        """
+        number, size = self.settings.critic_steps, self.settings.batch_size
+        key = counter_rng.fold(self.key, self.steps)
+        index = counter_rng.integers(
+            (number + 1, size), counter_rng.fold(key, _REAL), high=len(self.images)
+        )
+        real = self.images[index[:-1]]
+        if self.settings.flips:
+            flip = counter_rng.bits((number, size, 1, 1, 1), counter_rng.fold(key, _FLIP)) % 2 == 0
+            real = torch.where(flip, real.flip(-1), real)
+        latent = draw_latent((number + 1) * size, counter_rng.fold(key, _LATENT), self.settings)
+        mix = real.new_zeros((number, 0))
+        if self.settings.penalty:
+            mix = counter_rng.uniform((number, size, 1, 1, 1), counter_rng.fold(key, _MIX))
+        return to_unit(real), self.target[index], latent.unflatten(0, index.shape), mix
+
+    def _critic_step(self, real: Tensor, label: Tensor, latent: Tensor, mix: Tensor) -> None:
         with torch.no_grad():
             fake = self.generator(latent, label)
         self.zero_grad()
-        real_score, real_logits, _ = self.critic(real, label)
-        fake_score, fake_logits, found = self.critic(fake, label)
+        both = label.repeat(2)
+        score, logits, codes = self.critic(torch.cat([real, fake]), both)
+        real_score, fake_score = score.chunk(2)
         if self.settings.penalty:
-            mix = counter_rng.uniform((size, 1, 1, 1), counter_rng.fold(key, _MIX))
             penalty = self._gradient_penalty(torch.lerp(real, fake, mix), label)
             loss = fake_score.mean() - real_score.mean() + self.settings.penalty * penalty
         else:
             loss = F.relu(1 - real_score).mean() + F.relu(1 + fake_score).mean()
-        if real_logits.shape[1]:
-            loss = loss + F.cross_entropy(real_logits, label) + F.cross_entropy(fake_logits, label)
-        if found.shape[1]:
-            loss = loss + F.mse_loss(found, codes)
+        if logits.shape[1]:
+            loss = loss + 2 * F.cross_entropy(logits, both)  # that of real plus that of generated
+        if codes.shape[1]:
+            loss = loss + self._code_loss(codes[len(real) :], latent)
         loss.backward()
         self.optimizers[0].step()
         self.totals[0].add_(loss.detach() / self.settings.critic_steps)
 
-    def _generator_step(self, key: Tensor) -> None:
-        size = self.settings.batch_size
-        index = counter_rng.integers((size,), counter_rng.fold(key, _REAL), high=len(self.images))
-        label = self.target[index]
-        latent, codes = self._draw(size, key)
+    def _generator_step(self, label: Tensor, latent: Tensor) -> None:
         self.zero_grad()
-        score, logits, found = self.critic(self.generator(latent, label), label)
+        score, logits, codes = self.critic(self.generator(latent, label), label)
         loss = -score.mean()
         if logits.shape[1]:
             loss = loss + F.cross_entropy(logits, label)
-        if found.shape[1]:
-            loss = loss + F.mse_loss(found, codes)
-        loss.backward()
+        if codes.shape[1]:
+            loss = loss + self._code_loss(codes, latent)
+        loss.backward(inputs=list(self.generator.parameters()))
         self.optimizers[1].step()
         self.totals[1].add_(loss.detach())
 
-    def _draw(self, size: int, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Latent and the codes in it."""
-        latent = draw_latent(size, counter_rng.fold(key, _LATENT), self.settings)
-        return latent, latent[:, self.settings.noise :]
+    def _code_loss(self, codes: Tensor, latent: Tensor) -> Tensor:
+        """Bound of infoGAN's mutual information for two codes: a normal of variance 1, but for a
+        constant."""
+        return F.mse_loss(codes, latent[:, self.settings.noise :])
 
     def _gradient_penalty(self, images: Tensor, label: Tensor) -> Tensor:
         """Mean of (‖gradient of the score‖ − 1)²."""
@@ -157,15 +170,14 @@ class GanLane:
     def _update_average(self) -> None:
         # at the start the decay is (1 + t) / (10 + t), so that the initial weights do not linger
         weight = (9 / (10 + self.steps)).float().clamp(min=1 - self.settings.average)
-        pairs = [
-            *zip(self.average.parameters(), self.generator.parameters(), strict=True),
-            *zip(self.average.buffers(), self.generator.buffers(), strict=True),
-        ]
-        for averaged, current in pairs:
-            if averaged.is_floating_point():
-                averaged.lerp_(current, weight)
-            else:
-                averaged.copy_(current)
+        averages, current = (
+            [tensor for tensor in (*module.parameters(), *module.buffers())
+             if tensor.is_floating_point()]
+            for module in (self.average, self.generator)
+        )  # fmt: skip
+        change = torch._foreach_sub(current, averages)
+        torch._foreach_mul_(change, weight)
+        torch._foreach_add_(averages, change)
 
 
 def draw_latent(size: int, key: Tensor, settings: GanSettings) -> Tensor:

@@ -64,7 +64,7 @@ def train_gan(
         with locked(options.out, settings.name, seed):
             place = Path(options.out) / settings.name / str(seed)
             folder = GanFolder.create(place, settings, seed, device, resume=options.resume)
-            _train(folder, lanes, data, options, sample_every, progress=progress)
+            _train(folder, settings, lanes, data, options, sample_every, progress=progress)
     return folder
 
 
@@ -90,6 +90,7 @@ def create_lanes(settings: GanSettings, seed: int, data: ImageArrays) -> list[Ga
 
 def _train(
     folder: GanFolder,
+    settings: GanSettings,
     lanes: list[GanLane],
     data: ImageArrays,
     options: Options,
@@ -97,17 +98,27 @@ def _train(
     *,
     progress: bool,
 ) -> None:
-    settings, shape = folder.settings, tuple(data.image_shape)
-    history: list[dict[str, float]] = []
-    state = folder.load()
-    if state is not None:
-        if (state["image_shape"], state["num_images"]) != ([*shape], len(data.train_target)):
+    def restore(state: dict[str, Any]) -> None:
+        shape = [*data.image_shape]
+        if (state["image_shape"], state["num_images"]) != (shape, len(data.train_target)):
             raise InputError(f"{settings.data} has changed since {folder.folder} was started")
+        if not isinstance(state["history"], list):
+            raise TypeError(f"history {state['history']!r}")
         for lane, saved in zip(lanes, state["lanes"], strict=True):
             lane.load_state_dict(saved)
-        history = state["history"]
+
+    state = folder.load("checkpoint.pt", restore)
+    history: list[dict[str, float]] = [] if state is None else state["history"]
+    if state is None and (finished := folder.load("generator.pt")) is not None:
+        if finished["epoch"] == settings.epochs:
+            return
+        raise InputError(f"{folder.folder} has no checkpoint.pt to continue from")
+    if len(history) > settings.epochs:
+        raise InputError(f"epochs must be >= {len(history)}, which are done, got {settings.epochs}")
+    folder.change_epochs(settings.epochs)
 
     runner = CapturedSteps(lanes, capture=options.capture and data.train_images.is_cuda)
+    generator = TrainedGenerator.of_lanes(settings, tuple(data.image_shape), lanes)
     steps = _steps_per_epoch(settings, lanes)
     deadline, saved_at = Deadline(options), time.monotonic()
     bar = tqdm(
@@ -135,11 +146,10 @@ def _train(
         history.append({"critic_loss": losses[0], "generator_loss": losses[1], "seconds": seconds})
         last = epoch + 1 == settings.epochs
         stop = deadline.is_up(seconds) and not last
-        if last or (epoch + 1) % sample_every == 0:
-            generator = TrainedGenerator.of_lanes(settings, shape, lanes)
+        if (epoch + 1) % sample_every == 0 and not last:
             _write_samples(folder, generator, epoch + 1)
         if last or stop or time.monotonic() - saved_at > options.checkpoint_seconds:
-            folder.save(_state(lanes, history, data))
+            folder.save("checkpoint.pt", _state(lanes, history, data))
             lines = "".join(json.dumps(line) + "\n" for line in history)
             write_text(folder.folder / "losses.jsonl", lines)
             saved_at = time.monotonic()
@@ -148,6 +158,8 @@ def _train(
                 f"time limit of {options.minutes:g} min reached, {epoch + 1} of "
                 f"{settings.epochs} epochs done"
             )
+    _write_samples(folder, generator, settings.epochs)
+    folder.save("generator.pt", {"epoch": settings.epochs, **generator.state()})
 
 
 def _steps_per_epoch(settings: GanSettings, lanes: list[GanLane]) -> int:
@@ -160,9 +172,7 @@ def _state(
     lanes: list[GanLane], history: list[dict[str, float]], data: ImageArrays
 ) -> dict[str, Any]:
     return {
-        "epoch": len(history),
         "history": history,
-        "num_classes": data.num_classes,
         "num_images": len(data.train_target),
         "image_shape": [*data.image_shape],
         "lanes": [lane.state_dict() for lane in lanes],

@@ -1,12 +1,13 @@
 """Command-line arguments of the commands that train and use generators."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from isda.experiments.generators.gan_settings import GanSettings
+from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.settings import Options
 
 __all__ = [
@@ -35,7 +36,7 @@ class GanArguments:
     """Folder for the GANs: OUT/<data>-<gan>/<seed>/."""
 
     resume: bool = False
-    """Continue from the last checkpoint."""
+    """Continue from the last checkpoint; the number of epochs may be another one."""
 
     device: str = "auto"
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
@@ -60,7 +61,21 @@ class GanArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureArguments:
+class _ClassifierArguments:
+    """Arguments of all commands that use a trained classifier."""
+
+    seed: int = 0
+    """Seed of the choice of images and of all draws."""
+
+    device: str = "auto"
+    """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
+
+    data_root: Path | None = None
+    """Folder of CIFAR; None: data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureArguments(_ClassifierArguments):
     """Arguments of ``isda gan measure``."""
 
     generator: tyro.conf.Positional[Path]
@@ -72,18 +87,9 @@ class MeasureArguments:
     epochs: int = 20
     """Epochs of the small classifier that is trained on synthetic images alone."""
 
-    seed: int = 0
-    """Seed of all draws."""
-
-    device: str = "auto"
-    """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
-
-    data_root: Path | None = None
-    """Folder of CIFAR; None: data."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class NeighboursArguments:
+class NeighboursArguments(_ClassifierArguments):
     """Arguments of ``isda neighbours``."""
 
     classifier: tyro.conf.Positional[Path]
@@ -107,18 +113,9 @@ class NeighboursArguments:
     strength: float | None = None
     """Strength λ of the moves; None: lambda_0 of the run."""
 
-    seed: int = 0
-    """Seed of the choice of images and of the draws."""
-
-    device: str = "auto"
-    """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
-
-    data_root: Path | None = None
-    """Folder of CIFAR; None: data."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class InvertArguments:
+class InvertArguments(_ClassifierArguments):
     """Arguments of ``isda invert``."""
 
     classifier: tyro.conf.Positional[Path]
@@ -137,44 +134,13 @@ class InvertArguments:
     samples: int = 10
     """Training images to invert; the grid shows the first 20, one row each."""
 
-    draws: int = 5
-    """Augmented pictures per image, and as many of the control."""
-
-    restarts: int = 4
-    """Latents to start step I from, of which the best counts."""
-
-    start: str = "random"
-    """Where step I starts: random, or decoder, a network from features to latents trained first."""
-
-    decoder_epochs: int = 20
-    """Epochs of this network."""
+    settings: Annotated[InversionSettings, tyro.conf.arg(name="")] = field(
+        default_factory=InversionSettings
+    )
+    """How to invert."""
 
     strength: float | None = None
     """Strength λ of the draws; None: lambda_0 of the run."""
-
-    eta: float = 0.1
-    """Weight η of the pixels in step I, relative to the features."""
-
-    iterations: int = 10_000
-    """Iterations of gradient descent in each step."""
-
-    learning_rates: tuple[float, float] = (10.0, 1.0)
-    """Initial learning rates of step I and step II, divided by 10 after each quarter."""
-
-    momentum: float = 0.9
-    """Momentum of gradient descent."""
-
-    weight_decay: float = 1e-4
-    """Weight decay of the latents."""
-
-    seed: int = 0
-    """Seed of the choice of images and of the draws."""
-
-    device: str = "auto"
-    """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
-
-    data_root: Path | None = None
-    """Folder of CIFAR; None: data."""
 
     capture: bool = True
     """Capture the iterations in CUDA graphs on a GPU."""

@@ -1,7 +1,7 @@
 """Features back to pixels (Appendix C), and what an independent classifier sees in the pictures."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,59 +17,19 @@ from isda.experiments.generators.feature_moves import (
     random_moves,
     strength_of,
 )
+from isda.experiments.generators.gan_settings import require
 from isda.experiments.generators.gan_step import to_bytes, to_unit
+from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import create_generator, train_decoder
 from isda.experiments.generators.latent_search import LatentSearch, normalized, with_codes
 from isda.experiments.generators.pictures import write_grid
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 
-__all__ = ["InversionSettings", "show_inversion"]
+__all__ = ["show_inversion"]
 
 _MOST_ROWS = 20  # of the grid; all images are measured
 _START, _DRAWS, _CONTROL = 1, 2, 3  # key parts
-
-
-@dataclass(frozen=True)
-class InversionSettings:
-    """How to invert; the paper's values but for those that it does not give."""
-
-    draws: int = 5
-    """Augmented pictures per image, and as many of the control."""
-
-    restarts: int = 4
-    """Latents to start step I from, of which the best counts; not in the paper."""
-
-    start: str = "random"
-    """Where step I starts: random, or decoder."""
-
-    decoder_epochs: int = 20
-    """Epochs of the decoder."""
-
-    eta: float = 0.1
-    """Weight η of the pixels in step I; the paper does not give its value."""
-
-    iterations: int = 10_000
-    """Iterations of each step."""
-
-    learning_rates: tuple[float, float] = (10.0, 1.0)
-    """Initial learning rates of step I and step II."""
-
-    momentum: float = 0.9
-    """Momentum of gradient descent."""
-
-    weight_decay: float = 1e-4
-    """Weight decay of the latents."""
-
-    def __post_init__(self) -> None:
-        for field in ("draws", "restarts", "iterations", "decoder_epochs"):
-            _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
-        _require(self.start in ("random", "decoder"), "start", self.start, "random or decoder")
-        _require(self.eta >= 0, "eta", self.eta, ">= 0")
-        rates = self.learning_rates
-        _require(min(rates) > 0, "learning_rates", rates, "> 0")
-        _require(0 <= self.momentum < 1, "momentum", self.momentum, ">= 0 and < 1")
-        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
 
 
 def show_inversion(
@@ -106,8 +66,8 @@ def show_inversion(
     strength = strength_of(classifier, strength)
     data = classifier.data
     trained = generator is not None
-    _require(trained or settings.start == "decoder", "start", settings.start,
-             "decoder without a generator")  # fmt: skip
+    require(trained or settings.start == "decoder", "start", settings.start,
+            "decoder without a generator")  # fmt: skip
     if generator is None:
         generator = create_generator(classifier, seed)
     generator.require_fit(
@@ -116,6 +76,8 @@ def show_inversion(
     if judge is not None:
         _require_independent(judge, classifier)
     chosen = choose_samples(classifier, samples, seed)
+    with writing(out, keep=()):
+        out.mkdir(parents=True, exist_ok=True)
     pixels, classes = data.train_images[chosen], data.train_target[chosen].tolist()
     features = classifier.all_features(pixels)
     key = counter_rng.key(seed, device=features.device)
@@ -144,22 +106,25 @@ def show_inversion(
     wanted = features[:, None] + moves  # (samples, 2 draws, A)
     found = _augment(classifier, generator, wanted, classes, latent, settings, capture=capture)
 
-    rebuilt = _images(generator, latent, classes)
-    columns = [pixels[:, None], to_bytes(rebuilt)[:, None]]
+    def measure(images: Tensor, wanted: Tensor, moves: Tensor | None = None) -> dict[str, Any]:
+        return _measure(classifier, judge, images, classes, wanted, moves)
+
+    draws, wanted_first = settings.draws, features[:, None]
+    rebuilt = to_bytes(_images(generator, latent, classes))[:, None]
+    columns = {"original": pixels[:, None], "reconstruction": rebuilt}
     if one_pass is not None:
-        columns.append(to_bytes(one_pass)[:, None])
-    rules = (1, len(columns), len(columns) + settings.draws)
-    with writing(out, keep=()):
-        out.mkdir(parents=True, exist_ok=True)
-    grid = torch.cat([*columns, to_bytes(found)], 1)[:_MOST_ROWS]
+        columns["decoder"] = to_bytes(one_pass)[:, None]
+    pictures = {name: measure(images, wanted_first) for name, images in columns.items()}
+    for name, part in (("ISDA", slice(0, draws)), ("control", slice(draws, None))):
+        columns[name] = to_bytes(found[:, part])
+        start = rebuilt.expand(-1, draws, -1, -1, -1)
+        before = measure(start, wanted[:, part], moves[:, part])["residual_of_move"]
+        pictures[name] = measure(columns[name], wanted[:, part], moves[:, part])
+        pictures[name]["residual_of_move_before"] = before
+    rules = (1, len(columns) - 2, len(columns) - 2 + draws)
+    grid = torch.cat([*columns.values()], 1)[:_MOST_ROWS]
     write_grid(out / "inversion.png", grid, rules=rules)
 
-    parts = {
-        "original": (pixels[:, None], None),
-        "reconstruction": (rebuilt[:, None], None),
-        "ISDA": (found[:, : settings.draws], slice(0, settings.draws)),
-        "control": (found[:, settings.draws :], slice(settings.draws, None)),
-    }
     result = {
         "classifier": str(classifier.folder),
         "judge": None if judge is None else str(judge.folder),
@@ -171,13 +136,8 @@ def show_inversion(
         "seed": seed,
         "settings": asdict(settings),
         "step_1_loss": float(step_1.median()),
-        "pictures": {
-            name: _measure(classifier, judge, images, classes,
-                           features[:, None] if part is None else wanted[:, part],
-                           None if part is None else moves[:, part])
-            for name, (images, part) in parts.items()
-        },
-    }  # fmt: skip
+        "pictures": pictures,
+    }
     write_text(out / "inversion.json", json.dumps(result, indent=2) + "\n")
     return result
 
@@ -261,12 +221,12 @@ def _measure(
     wanted: Tensor,
     moves: Tensor | None,
 ) -> dict[str, float | None]:
-    """How well pictures (S, M, ...) match their features, and which class they show."""
+    """How well uint8 pictures (S, M, ...) match their features, and which class they show."""
     flat = images.flatten(0, 1)
-    features = classifier.features(flat).view(wanted.shape[0], -1, wanted.shape[-1])
+    features = classifier.all_features(flat).view_as(wanted)
     residual = (features - wanted).norm(dim=-1)
     of_move = None
-    if moves is not None:
+    if moves is not None and moves.any():
         of_move = float((residual / moves.norm(dim=-1).clamp(min=1e-12)).median())
     label = torch.tensor(classes, device=flat.device).repeat_interleave(images.shape[1])
 
@@ -289,8 +249,3 @@ def _require_independent(judge: TrainedClassifier, classifier: TrainedClassifier
             f"judge must be trained on {classifier.recipe.data}, as the classifier, got "
             f"{judge.recipe.data}"
         )
-
-
-def _require(holds: bool, field: str, value: object, expectation: str) -> None:
-    if not holds:
-        raise InputError(f"{field} must be {expectation}, got {value!r}")

@@ -124,14 +124,12 @@ def nearest(queries: Tensor, features: Tensor, own: Tensor) -> Tensor:
     Shape:
         queries (S, M, A), features (N, A), own (S,) indices to leave out; output (S, M).
     """
+    flat, left_out = queries.flatten(0, 1), own.repeat_interleave(queries.shape[1])
     result = []
-    for part, mine in zip(queries.split(_QUERIES), own.split(_QUERIES), strict=True):
-        for column in part.unbind(1):
-            distance = torch.cdist(column, features, compute_mode="donot_use_mm_for_euclid_dist")
-            distance[torch.arange(len(mine), device=mine.device), mine] = torch.inf
-            result.append(distance.argmin(1))
-    per_part = [result[n : n + queries.shape[1]] for n in range(0, len(result), queries.shape[1])]
-    return torch.cat([torch.stack(part, 1) for part in per_part])
+    for part, mine in zip(flat.split(_QUERIES), left_out.split(_QUERIES), strict=True):
+        distance = torch.cdist(part, features, compute_mode="donot_use_mm_for_euclid_dist")
+        result.append(distance.scatter_(1, mine[:, None], torch.inf).argmin(1))
+    return torch.cat(result).view(queries.shape[:2])
 
 
 def _share(holds: Tensor) -> float:

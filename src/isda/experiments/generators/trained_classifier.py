@@ -9,7 +9,6 @@ from torch import Tensor
 from isda import Covariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, normalize
 from isda.experiments.errors import InputError
-from isda.experiments.generators.gan_step import to_bytes
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network
 from isda.experiments.settings import Options, Recipe
@@ -48,9 +47,8 @@ class TrainedClassifier:
 
     @torch.no_grad()
     def predictions(self, images: Tensor) -> Tensor:
-        """Predicted class of uint8 images, or of images in [-1, 1], which are rounded first."""
-        pixels = images if images.dtype == torch.uint8 else to_bytes(images)
-        return self.network.get_classifier()(self.all_features(pixels)).argmax(1)
+        """Predicted class of uint8 images."""
+        return self.network.get_classifier()(self.all_features(images)).argmax(1)
 
     def class_covariance(self, index: int) -> Tensor:
         """Covariance Σ (A, A) of a class, in float64."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,14 @@ class TrainedGenerator(nn.Module):
     def digest(self) -> int:
         """A number that changes with any weight."""
         return weights_digest([network.state_dict() for network in self.networks])
+
+    def state(self) -> dict[str, Any]:
+        """What ``generator.pt`` holds besides settings and epochs."""
+        return {
+            "num_classes": self.num_classes,
+            "image_shape": [*self.image_shape],
+            "networks": [network.state_dict() for network in self.networks],
+        }
 
     @property
     def device(self) -> torch.device:
@@ -108,19 +117,19 @@ class TrainedGenerator(nn.Module):
 def load_generator(folder: Path | str, device: torch.device | str) -> TrainedGenerator:
     """The generator of a finished GAN; see :class:`GanFolder`."""
     found = GanFolder(folder)
-    state = found.load()
-    epochs = found.settings.epochs
-    if state is None or state["epoch"] < epochs:
-        done = 0 if state is None else state["epoch"]
+    settings, networks = found.settings, []
+
+    def restore(state: dict[str, Any]) -> None:
+        labels = 0 if settings.per_class else state["num_classes"]
+        for weights in state["networks"]:
+            network = Generator(settings, labels, tuple(state["image_shape"]))
+            network.load_state_dict(weights)
+            networks.append(network.to(device))
+
+    state = found.load("generator.pt", restore)
+    if state is None or state["epoch"] != settings.epochs:
         raise InputError(
-            f"{found.folder} is not finished, {done} of {epochs} epochs: continue with isda gan "
-            f"train {found.settings.gan} --resume"
+            f"{found.folder} has no generator.pt of its last epoch, {settings.epochs}: continue "
+            f"with isda gan train {settings.gan} --resume"
         )
-    settings, shape = found.settings, tuple(state["image_shape"])
-    labels = 0 if settings.per_class else state["num_classes"]
-    networks = []
-    for lane in state["lanes"]:
-        network = Generator(settings, labels, shape)
-        network.load_state_dict(lane["average"])
-        networks.append(network.to(device))
-    return TrainedGenerator(settings, state["num_classes"], shape, networks)
+    return TrainedGenerator(settings, state["num_classes"], tuple(state["image_shape"]), networks)

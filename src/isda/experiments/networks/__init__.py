@@ -29,6 +29,7 @@ __all__ = [
     "outline",
     "own_image_size",
     "own_preprocessing",
+    "require_network",
 ]
 
 NETWORKS = {
@@ -138,6 +139,17 @@ def outline(name: str, **options: Any) -> Network:
             return create_network(name, **options)
     except Exception:  # it reads a value while it is built; other errors are raised below
         return create_network(name, **options)
+
+
+def require_network(name: str, *, drop_rate: float = 0.0) -> None:
+    """Raise InputError if there is no such network, without building one of your own."""
+    kind, colon, _ = name.partition(":")
+    if colon and kind not in ("timm", "torchvision"):
+        from isda.experiments.networks.wrapped import own_function  # slow to import
+
+        own_function(name)
+    else:
+        outline(name, num_classes=2, drop_rate=drop_rate)
 
 
 def _builder(name: str) -> Callable[..., Network]:

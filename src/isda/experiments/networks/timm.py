@@ -1,6 +1,7 @@
 """timm models, as ``timm:NAME``."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,12 +143,14 @@ def preprocessing(name: str) -> Preprocessing:
         found = None
     if found is None:
         raise unknown("timm model", name, [*timm.list_models(), *timm.list_pretrained()])
+    side = found.input_size[-1]
+    resized = math.floor(side / found.crop_pct)  # as timm's create_transform rounds it
     return Preprocessing(
-        image_size=found.input_size[-1],
+        image_size=side,
         mean=tuple(found.mean),
         std=tuple(found.std),
         interpolation=found.interpolation,
-        test_crop=min(1.0, found.crop_pct),
+        test_crop=min(1.0, side / resized),
     )
 
 

@@ -25,7 +25,14 @@ from isda.experiments.networks.pretrained import (
 from isda.experiments.networks.stochastic import Dropout, DropPath
 from isda.heads import find_head
 
-__all__ = ["WrappedNetwork", "create_own", "create_torchvision", "torchvision_weights"]
+__all__ = [
+    "WrappedNetwork",
+    "create_own",
+    "create_torchvision",
+    "own_function",
+    "torchvision_preprocessing",
+    "torchvision_weights",
+]
 
 
 class WrappedNetwork(Network):
@@ -143,7 +150,7 @@ def create_own(
         drop_rate: dropout rate before the head.
         weights: file of pretrained weights.
     """
-    function = _own_function(spec)
+    function = own_function(spec)
     takes = inspect.signature(function).parameters.values()
     every = any(one.kind is one.VAR_KEYWORD for one in takes)
     options = {"in_channels": in_channels} if every or _named("in_channels", takes) else {}
@@ -163,6 +170,26 @@ def create_own(
     return WrappedNetwork(
         spec, model, num_classes=num_classes, drop_rate=drop_rate, weights=weights
     )
+
+
+def own_function(spec: str) -> Callable[..., Any]:
+    """The function ``MODULE:FUNCTION`` of the user; modules in the current folder are found."""
+    module, _, name = spec.partition(":")
+    if not module or not name:
+        raise InputError(f"network must be MODULE:FUNCTION, got {spec!r}")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as with python -m
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # of the user's code
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(f"network {spec}: cannot import {module}: {reason}") from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
+        raise unknown(f"function of {module}", name, known)
+    result: Callable[..., Any] = function
+    return result
 
 
 def torchvision_weights(name: str) -> Any:
@@ -199,25 +226,6 @@ def _densenet_name(name: str) -> str:
         for number in ("1", "2"):
             name = name.replace(f".{part}.{number}.", f".{part}{number}.")
     return name
-
-
-def _own_function(spec: str) -> Callable[..., Any]:
-    module, _, name = spec.partition(":")
-    if not module or not name:
-        raise InputError(f"network must be MODULE:FUNCTION, got {spec!r}")
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # as with python -m
-    try:
-        found = importlib.import_module(module)
-    except Exception as error:  # of the user's code
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"network {spec}: cannot import {module}: {reason}") from error
-    function = getattr(found, name, None)
-    if not callable(function):
-        known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]
-        raise unknown(f"function of {module}", name, known)
-    result: Callable[..., Any] = function
-    return result
 
 
 def _named(name: str, parameters: Any) -> bool:

@@ -43,6 +43,11 @@ class Evidence:
         return tuple(map(printable, names))
 
     @property
+    def number(self) -> int:
+        """Number of images of a run."""
+        return len(next(iter(self.sides[0].values())).target)
+
+    @property
     def same_images(self) -> bool:
         """Whether all runs were tested on the same images."""
         targets = [one.target for side in self.sides for one in side.values()]
@@ -70,22 +75,27 @@ def evidence(result: Comparison) -> Evidence:
 
 def class_rows(given: Evidence) -> list[list[str]]:
     """Error of every class in percent, the largest decrease first: a header, then rows."""
+    number = len(given.class_names)
+    images = [
+        {seed: np.bincount(one.target, minlength=number) for seed, one in side.items()}
+        for side in given.sides
+    ]
+    wrong = [
+        {seed: np.bincount(one.target[one.wrong], minlength=number) for seed, one in side.items()}
+        for side in given.sides
+    ]
     rows = []
-    for number, name in enumerate(given.class_names):
+    for c, name in enumerate(given.class_names):
         errors = [
-            {
-                seed: 100 * float(one.wrong[one.target == number].mean())
-                for seed, one in side.items()
-                if (one.target == number).any()
-            }
-            for side in given.sides
+            {seed: float(100 * bad[seed][c] / all_of[seed][c]) for seed in bad if all_of[seed][c]}
+            for bad, all_of in zip(wrong, images, strict=True)
         ]
         if not all(errors):
             continue  # no test images of this class
         change = difference(*errors)
-        images = round(np.mean([(one.target == number).sum() for one in given.sides[0].values()]))
+        mean = round(np.mean([count[c] for count in images[0].values()]))
         means = [f"{estimate(list(values.values())).mean:.1f}" for values in errors]
-        rows.append((change.mean, [name, str(images), *means, signed(change, 1)]))
+        rows.append((change.mean, [name, str(mean), *means, signed(change, 1)]))
     header = ["class", "images", "Cross entropy", "ISDA", "difference (95 % interval)"]
     return [header, *(row for _, row in sorted(rows, key=lambda pair: pair[0]))]
 

@@ -309,7 +309,9 @@ def comparison_rows(result: Comparison) -> list[list[str]]:
     seconds = [side.values(lambda s: s.seconds / s.epochs) for side in result.sides]
     means = [estimate(list(values.values())) for values in seconds]
     added = ""
-    if means[0].mean > 0:
+    if any(_mixed(run) for side in result.sides for run in side.runs.values()):
+        added = "both trained side by side"
+    elif means[0].mean > 0:
         added = f"{100 * (means[1].mean / means[0].mean - 1):+.0f} %".replace("-", "−")
     rows.append(["s / epoch", *(mean.format() for mean in means), added])
     for title, key in (("statistics, MiB", "statistics_mib"), ("peak GPU memory, MiB", "peak_mib")):
@@ -321,6 +323,15 @@ def comparison_rows(result: Comparison) -> list[list[str]]:
             most = [max(side) for side in sizes]
             rows.append([title, *(f"{size:.2f}" for size in most), f"{most[1] - most[0]:+.2f}"])
     return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
+
+
+def _mixed(run: Run) -> bool:
+    """Whether a run trained next to another method, so that its time is that of both.
+
+    Only then a run of several side by side on a GPU has no memory of its own.
+    """
+    last = run.metrics()[-1]
+    return last.get("side_by_side", 1) > 1 and "peak_mib" not in last
 
 
 _LABELS = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import RECIPES
+from isda.experiments.recipes import RECIPES, train_command
 from isda.experiments.records import Run, Summary, summary
 from isda.experiments.report.calibrated import calibrations
 from isda.experiments.report.comparison import (
@@ -155,7 +155,10 @@ def training(side: Side, *, without: Collection[str] = ()) -> str:
         side: runs of a recipe.
         without: settings to leave out.
     """
-    data, network, _ = side.name.partition("+")[0].rsplit("-", 2)
+    parts = side.name.partition("+")[0].rsplit("-", 2)
+    if len(parts) < 3:  # a name that no recipe gives
+        return side.name
+    data, network, _ = parts
     network = NAMES.get(network, network.replace("resnet", "ResNet-"))
     words = [NAMES.get(data, data), network]
     if side.recipe.method == "isda" and side.label != "ISDA":
@@ -265,6 +268,22 @@ def _data_sizes(runs: Iterable[Run], prefix: str) -> str:
     return "\n\n".join(parts) or "There are no records with several numbers of images yet."
 
 
+def _times(runs: Iterable[Run], prefix: str) -> str:
+    """Table: the commands that train the runs, and the time that they took."""
+    runs = [run for run in runs if run.name.startswith(prefix) and run.name.partition("+")[0] in
+            RECIPES]  # fmt: skip
+    sides, _ = create_sides(runs)
+    rows = []
+    for side in sorted(sides.values(), key=lambda side: recipe_order(side.name)):
+        minutes = sum(summary(run).seconds for run in side.runs.values()) / 60
+        devices = dict.fromkeys(
+            str(place.get("device")) for run in side.runs.values() for place in run.environments
+        )
+        command = train_command(side.name, side.recipe, side.runs)
+        rows.append([command, ", ".join(devices), f"{minutes:.1f}"])
+    return markdown_rows(["command", "device", "minutes"], rows, left=(0, 1), code=(0,), pad=False)
+
+
 BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
     "effect": _effect,
     "verdicts": _verdicts,
@@ -272,6 +291,7 @@ BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
     "lambda_0": _strengths,
     "images": _data_sizes,
     "calibration": calibrations,
+    "times": _times,
 }
 """Blocks by name, from run records and the prefix of the recipes to show."""
 

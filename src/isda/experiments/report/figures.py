@@ -49,8 +49,8 @@ _THEMES = {
 
 
 def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
-    """Write the figure ``effect``; with several λ₀ in the records, ``lambda_0``; with several
-    numbers of training images, ``images``.
+    """Write the figure ``effect`` of trainings of the paper; with several λ₀ in the records,
+    ``lambda_0``; with several numbers of training images, ``images``.
 
     Args:
         folder: folder for ``NAME-light.svg`` and ``NAME-dark.svg``.
@@ -58,16 +58,26 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
 
     Returns:
         The files.
+
+    Raises:
+        InputError: there is nothing to draw.
     """
     runs, folder = list(runs), Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"figures must be a folder, got the file {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
     results, groups, sizes = _most_seeds(comparisons(runs)), strengths(runs), data_sizes(runs)
+    if not (results or groups or sizes):
+        raise InputError(
+            "the records have nothing for a figure: it needs a training of the paper with two "
+            "seeds, several lambda_0, or several images_per_class"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
     written = []
     for theme, colours in _THEMES.items():
         with matplotlib.rc_context(_style(colours["ink"])):
-            figures = {"effect": (_draw_effect(results, colours), describe_effect(runs))}
+            figures = {}
+            if results:
+                figures["effect"] = _draw_effect(results, colours), describe_effect(runs)
             if groups:
                 drawn = _draw_strengths(groups, colours)
                 figures["lambda_0"] = drawn, describe_strengths(runs)
@@ -235,4 +245,9 @@ def _svg(figure: Figure, text: str) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
     svg = re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
+    # glyphs are named by their number in the font, which differs between builds of matplotlib
+    glyphs = dict.fromkeys(re.findall(r'<path id="(\w+-[0-9a-f]+)"', svg))
+    numbers = {name: f"glyph{number}" for number, name in enumerate(glyphs)}
+    svg = re.sub(r'(id="|href="#)(\w+-[0-9a-f]+)"',
+                 lambda found: f'{found[1]}{numbers.get(found[2], found[2])}"', svg)  # fmt: skip
     return re.sub(r"(<svg[^>]*>)", rf"\1<desc>{escape(text)}</desc>", svg, count=1)

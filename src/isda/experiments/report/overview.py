@@ -15,6 +15,8 @@ from isda.experiments.report.comparison import (
     sentence,
     verdict,
 )
+from isda.experiments.report.evidence import QUANTITIES, training
+from isda.experiments.report.intervals import estimate
 from isda.experiments.report.paper_tables import TABLES
 from isda.experiments.report.tables import pairs, pairs_markdown, section
 from isda.experiments.report.text import escape_markdown, markdown_rows
@@ -82,15 +84,14 @@ class Overview:
 
     @property
     def words(self) -> list[str]:
-        """Sentences on how much was run, and with what outcome."""
-        cells = [cell for table in TABLES.values() for cell in table.cells]
-        run = sum(cell.recipe in self.sides for cell in cells)
-        words = [
-            f"{run} of the {len(cells)} cells of Tables 1 to 5 that have a recipe have been run."
-        ]
+        """Sentences on what was found, then on how much was run."""
+        words = []
         results = [*self.results, *self.others]
         isda = [result for result in results if result.method.recipe.method == "isda"]
         others = [result for result in results if result not in isda]
+        in_tables = [result for result in self.results if result in isda]
+        if isda:
+            words.append(_finding(max(in_tables or isda, key=_number_of_seeds)))
         for subject, own in (("ISDA", isda), ("other methods", others)):
             verdicts = Counter(verdict(result.difference) for result in own)
             found = [f"{count} {_VERDICTS[word][count > 1]}" for word, count in verdicts.items()]
@@ -100,6 +101,11 @@ class Overview:
                 total = f"Of {len(own)} comparisons of {subject} with a baseline"
                 found = [f"{total}, {', '.join(found)}."]
             words += found
+        cells = [cell for table in TABLES.values() for cell in table.cells]
+        run = sum(cell.recipe in self.sides for cell in cells)
+        words.append(
+            f"{run} of the {len(cells)} cells of Tables 1 to 5 that have a recipe have been run."
+        )
         if self.unfinished:
             words.append(f"Unfinished runs that are left out: {self.unfinished}.")
         if self.unverified:
@@ -130,6 +136,24 @@ def overview(runs: Iterable[Run]) -> Overview:
     unfinished = sum(run.damage is None for run in runs) - len(finished)
     unverified = sum(not run.verified for run in finished)
     return Overview(sides, table_of, results, others, outside, unfinished, unverified, left_out)
+
+
+def _finding(result: Comparison) -> str:
+    """A comparison in words, with NLL and ECE."""
+    words = f"{training(result.method)}: {sentence(result)}"
+    changes = []
+    for quantity in QUANTITIES[1:]:
+        values = [estimate(list(quantity.of(side).values())) for side in result.sides if
+                  quantity.of(side)]  # fmt: skip
+        if len(values) == 2:
+            name, _, unit = quantity.title.partition(", ")
+            before, after = (f"{value.mean:.{quantity.digits}f}" for value in values)
+            changes.append(f"{name} {before} → {after} {unit}".rstrip())
+    return f"{words} {', '.join(changes)}." if changes else words
+
+
+def _number_of_seeds(result: Comparison) -> int:
+    return min(result.difference.counts)
 
 
 _VERDICTS = {  # of one comparison, of several

@@ -2,12 +2,14 @@
 
 import base64
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from isda.experiments.files import write_text
 from isda.experiments.published import PUBLISHED
@@ -87,7 +89,7 @@ def write_comparison_page(
         loss_curves=curves(_lines(result), "train_loss", "training loss"),
         window=window_words(result),
         answer=answer,
-        reason=reason,
+        reason=_with_code(reason),
         choice=choice,
         evidence=found,
         **(_image_parts(found, result, pictures) if found else {}),
@@ -108,7 +110,7 @@ def _image_parts(
         rows[0][first : first + 2] = labels
     examples = []
     for title, images in zip(
-        (f"Only {labels[1]} is right", f"Only {labels[0]} is right"),
+        (f"Only {labels[1]} is right", f"Only {labels[0]} is right".replace("Cross", "cross")),
         changed_images(found),
         strict=True,
     ):
@@ -235,6 +237,11 @@ def _figure(title: str, table: int, cell: str, sides: Mapping[str, Side]) -> dic
     missing = [name.rpartition("-")[2] for name in recipes if name not in sides]
     command = f"isda table {table} --cell {cell} --resume"
     return {"title": title, "picture": picture, "missing": missing, "command": command}
+
+
+def _with_code(text: str) -> Markup:
+    """Text with command-line flags as code, which is not broken at a hyphen."""
+    return Markup(re.sub(r"--[a-z][a-z0-9-]*", r"<code>\g<0></code>", str(escape(text))))
 
 
 def _seed(result: Comparison, seed: int) -> str:

@@ -96,8 +96,8 @@ class Table:
         return [entry for row in self.rows for entry in row if isinstance(entry, Cell)]
 
 
-def cell_recipes(table: int, cell: str) -> list[str]:
-    """Recipes of a cell and its baseline, baselines first.
+def cell_recipes(table: int, *cells: str) -> list[str]:
+    """Recipes of cells and their baselines, each once, baselines first.
 
     >>> cell_recipes(2, "cifar100/resnet32")
     ['cifar100-resnet32-ce', 'cifar100-resnet32-isda']
@@ -106,11 +106,10 @@ def cell_recipes(table: int, cell: str) -> list[str]:
 
     Args:
         table: number of the table.
-        cell: ``DATA/NETWORK/METHOD``, or ``DATA/NETWORK`` for all methods of the table.
+        cells: ``DATA/NETWORK/METHOD``, or ``DATA/NETWORK`` for all methods of the table.
     """
-    recipes = [
-        name for found in find_cells(table, cell) for name in (found.baseline, found.recipe) if name
-    ]
+    found = [one for cell in cells for one in find_cells(table, cell)]
+    recipes = [name for one in found for name in (one.baseline, one.recipe) if name]
     names = list(RECIPES)
     return sorted(set(recipes), key=names.index)
 

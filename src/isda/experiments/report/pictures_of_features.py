@@ -61,6 +61,9 @@ def read_pictures(folders: Iterable[Path]) -> list[FeaturePictures]:
             raise InputError(f"{folder} has none of {files}")
         for name in names:
             path, picture = folder / f"{name}.json", folder / f"{name}.png"
+            if name == "quality":  # the samples of the last epoch
+                samples = sorted(folder.glob("samples/epoch_*.png"), key=lambda p: (len(p.name), p))
+                picture = samples[-1] if samples else picture
             title, table = _TABLES[name]
             try:
                 text = table(json.loads(path.read_text(encoding="utf-8")))
@@ -79,16 +82,19 @@ def quality_table(result: dict[str, Any]) -> str:
             f"{result['error_of_synthetic']:.2f} %",
         ],
         [
-            "real images",
+            "other training images",
             f"{result['classifier_fid_floor']:.3f}",
             f"{result['error_of_real']:.2f} %",
         ],
+        ["test images", f"{result['classifier_fid_test']:.3f}", "–"],
     ]
     header = ["images", "classifier FID", "test error of a network trained on them"]
     note = (
-        f"Classifier FID: distance from one half of the training images of {result['data']}, over "
-        f"the features of {result['classifier']}; it cannot be compared with an Inception FID. "
-        f"Network: resnet8, {result['epochs']} epochs."
+        f"Classifier FID: distance of {result['images']} images from as many training images of "
+        f"{result['data']}, over the features of {result['classifier']}; it cannot be compared "
+        "with an Inception FID. The classifier was trained on the training images, so test images "
+        "show about what a perfect generator would reach. Network: resnet8, "
+        f"{result['epochs']} epochs. Picture: a row of samples for each class."
     )
     return f"{markdown_rows(header, rows)}\n\n{note}"
 
@@ -109,7 +115,8 @@ def neighbours_table(result: dict[str, Any]) -> str:
     note = (
         f"{result['images']} training images of {result['data']}, λ = {result['strength']:g}. "
         "Other neighbour: not the one without a move. Length of the move, and distance of the "
-        "neighbour: medians, relative to the distance of the neighbour without a move."
+        "neighbour: medians, relative to the distance of the neighbour without a move. "
+        "Picture, from left to right: the image, then the neighbours in the order of the rows."
     )
     return f"{markdown_rows(header, rows)}\n\n{note}"
 
@@ -120,11 +127,16 @@ def inversion_table(result: dict[str, Any]) -> str:
     def percent(value: float | None) -> str:
         return "–" if value is None else f"{100 * value:.1f} %"
 
+    def move(one: dict[str, float | None]) -> str:
+        if one["residual_of_move"] is None:
+            return "–"
+        return f"{percent(one['residual_of_move_before'])} → {percent(one['residual_of_move'])}"
+
     rows = [
         [
             name,
             percent(one["residual"]),
-            percent(one["residual_of_move"]),
+            move(one),
             percent(one["own_class"]),
             percent(one["judge_class"]),
         ]
@@ -137,9 +149,11 @@ def inversion_table(result: dict[str, Any]) -> str:
     note = (
         f"{result['samples']} images of {result['data']}, λ = {result['strength']:g}, generator "
         f"{result['generator']}. Residual: median distance of the features of a picture from those "
-        "wanted, relative to their length, or to the length of the move. Class kept: share of the "
-        f"pictures that the inverted classifier, or the judge, assigns to the class; {judge}. "
-        "Control: moves of equal length in random directions."
+        "wanted, relative to their length, or to the length of the move, before → after step II. "
+        "Class kept: share of the pictures that the inverted classifier, or the judge, assigns to "
+        f"the class; {judge}. "
+        "Control: moves of equal length in random directions. Picture, from left to right: in the "
+        "order of the rows."
     )
     return f"{markdown_rows(header, rows)}\n\n{note}"
 

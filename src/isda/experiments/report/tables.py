@@ -122,12 +122,14 @@ def pairs_markdown(
     return f"{title}\n\n{markdown_rows(header, rows, left=(0, 1))}"
 
 
-def cell_results(table: Table, address: str, names: Mapping[str, str], runs: Sequence[Run]) -> str:
-    """Results of the runs of a cell next to the paper's, and comparisons with the baseline.
+def cell_results(
+    table: Table, addresses: Sequence[str], names: Mapping[str, str], runs: Sequence[Run]
+) -> str:
+    """Results of the runs of cells next to the paper's, and comparisons with the baseline.
 
     Args:
         table: table of the paper.
-        address: address of the cell.
+        addresses: addresses of the cells.
         names: names of the runs, by recipe.
         runs: finished runs.
     """
@@ -135,7 +137,8 @@ def cell_results(table: Table, address: str, names: Mapping[str, str], runs: Seq
     for name, own in names.items():
         side = create_side(runs, own)
         rows.append([own, str(table.published[name]), f"{side.error.format()} ({len(side.runs)})"])
-    for cell in find_cells(table.number, address):
+    cells = [cell for address in addresses for cell in find_cells(table.number, address)]
+    for cell in dict.fromkeys(cells):
         if cell.baseline:
             result = comparison(runs, names[cell.baseline], names[cell.recipe])
             comparisons.append(f"{result.method.name}\n{comparison_table(result)}")

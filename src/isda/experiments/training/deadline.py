@@ -9,7 +9,7 @@ from isda.experiments.errors import TimeUp
 from isda.experiments.records import Run, summary
 from isda.experiments.settings import Options
 
-__all__ = ["Deadline", "time_up"]
+__all__ = ["Deadline", "StartUp", "time_up"]
 
 
 class Deadline:
@@ -23,12 +23,37 @@ class Deadline:
         self._limited = options.minutes is not None
         self._end = options.started_at + 60 * (options.minutes or math.inf)
 
+    @property
+    def seconds_left(self) -> float:
+        """Time that is left; infinite without a limit."""
+        return self._end - time.monotonic()
+
     def is_up(self, needed: float = 0.0) -> bool:
         """Whether less than ``needed`` seconds are left, on any rank; the same on all ranks."""
         if not self._limited:
             return False
-        up = time.monotonic() + needed > self._end
-        return bool(distributed.agree(0, up, None)[1])
+        return bool(distributed.agree(0, self.seconds_left < needed, None)[1])
+
+
+class StartUp:
+    """How much longer the first epoch of a group of runs takes than the others.
+
+    Compiling and capturing may take a minute. The longest time of this process is expected of the
+    next group, so that no group is started whose first epoch would end after the time limit.
+    """
+
+    longest = 0.0  # of this process, in seconds
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._epochs: list[float] = []  # ends
+
+    def epoch_done(self) -> None:
+        """Call it after every epoch."""
+        self._epochs.append(time.monotonic())
+        if len(self._epochs) == 2:
+            first, second = self._epochs
+            StartUp.longest = max(StartUp.longest, (first - self._began) - (second - first))
 
 
 def time_up(runs: Collection[Run], options: Options) -> TimeUp:

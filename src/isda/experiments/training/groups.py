@@ -24,6 +24,7 @@ __all__ = [
     "load_images",
     "own_images",
     "same_steps",
+    "whole_seeds",
 ]
 
 
@@ -56,7 +57,7 @@ def groups(
         same = [n for n in waiting if same_steps(plans[n].recipe, first)]
         waiting = [n for n in waiting if n not in same]
         if first.compile and device.type == "cuda":
-            torch.compiler.reset()  # other networks count against the recompile limit
+            _forget_other_code(first)
         width = _side_by_side([plans[n] for n in same], options, device, store)
         for start in range(0, len(same), width):
             yield same[start : start + width]
@@ -90,6 +91,16 @@ def same_steps(one: Recipe, other: Recipe) -> bool:
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 
+def whole_seeds(plans: Sequence[Plan], width: int) -> int:
+    """Number of runs side by side, at most ``width``, that does not divide the runs of a seed.
+
+    So cross entropy and ISDA with the same seed finish together, also if the time is up before
+    other seeds begin. If the runs of one seed are more than ``width``, it is ``width``.
+    """
+    of_a_seed = sum(plan.seed == plans[0].seed for plan in plans)
+    return width - width % of_a_seed if width > of_a_seed else width
+
+
 def _side_by_side(
     plans: Sequence[Plan], options: Options, device: torch.device, store: ImageStore
 ) -> int:
@@ -102,7 +113,7 @@ def _side_by_side(
     if options.side_by_side:
         return options.side_by_side
     if recipe.freeze:
-        return MOST_SIDE_BY_SIDE
+        return whole_seeds(plans, MOST_SIDE_BY_SIDE)
     channels, classes = data.image_shape[0], data.num_classes
     network = outline(recipe.network, num_classes=classes, in_channels=channels)
     parameters = sum(parameter.numel() for parameter in network.parameters())
@@ -112,4 +123,16 @@ def _side_by_side(
         return [Lane(plan.recipe, plan.seed, own_images(data, plan), device)
                 for plan in plans[:number]]  # fmt: skip
 
-    return fastest_width(plans[0].recipe, len(plans), expected, create_lanes, options)
+    width = fastest_width(plans[0].recipe, len(plans), expected, create_lanes, options, device)
+    return whole_seeds(plans, width)
+
+
+_compiled: Recipe | None = None  # of the last runs whose network was compiled
+
+
+def _forget_other_code(recipe: Recipe) -> None:
+    """Discard compiled code of other networks, which counts against the recompile limit."""
+    global _compiled
+    if _compiled is None or not same_steps(_compiled, recipe):
+        torch.compiler.reset()
+    _compiled = recipe

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
-from isda.experiments.data.cache_file import contents_key
 from isda.experiments.data.decoding import UnreadableFiles, few, one_line
 from isda.experiments.data.features import FeatureArrays, batched
 from isda.experiments.data.folder_cache import DecodedImages, center_crops, decode_folder
@@ -20,7 +19,7 @@ from isda.experiments.networks import Network, create_network, find_weights
 from isda.experiments.networks.probe import Backbone
 from isda.experiments.settings import Options, Recipe
 
-__all__ = ["ImageStore", "Images", "kept_images", "load_files"]
+__all__ = ["ImageStore", "Images", "kept_images", "load_files", "require_fit"]
 
 Images = ImageArrays | DecodedImages
 
@@ -30,62 +29,53 @@ _kept: list["ImageStore"] = []  # of kept_images
 class ImageStore:
     """Images on a device, of one data set at a time.
 
-    The next data set is loaded after the last one has been freed. Held-out images are taken out of
-    the decoded ones, so that the same files are not decoded again for another split.
+    A data set is loaded once: files that change later do not change the images of later runs. The
+    next data set is loaded after the last one has been freed. Held-out images are taken out of the
+    decoded ones, so that the same files are not decoded again for another split.
     """
 
     def __init__(self) -> None:
-        self._key: object = None
+        self._key: tuple[object, ...] = ()
+        self._files: ImageArrays | FolderImages | None = None
         self._whole: Images | None = None
         self._split_key: object = None
         self._split: Images | None = None
 
     def get(self, recipe: Recipe, options: Options, device: torch.device) -> Images:
         """Images of a recipe, ready for training; unreadable files are skipped if so desired."""
+        key = _settings(recipe, options, device)
+        if key != self._key:
+            self._load(recipe, options, device)
+            self._key = key
+        return self._split_of(recipe)
+
+    def files(self, recipe: Recipe, options: Options) -> FolderImages | None:
+        """Files of a folder, without skipped ones; None if they are not those that are here."""
+        here = self._key[:2] == (recipe.data, options.data_root)
+        return self._files if here and isinstance(self._files, FolderImages) else None
+
+    def _load(self, recipe: Recipe, options: Options, device: torch.device) -> None:
+        """Load all images of a data set."""
+        self._key, self._split_key = (), None
+        self._files = self._whole = self._split = None  # frees its memory
         skipped: dict[str, str] = {}
-        while True:
-            if self._key == _settings(recipe, options, device):  # arrays, which never change
-                return self._split_of(recipe, None)
-            files = load_files(recipe, options, skip=skipped)
+        while self._whole is None:
+            files = self._files = load_files(recipe, options, skip=skipped)
             try:
-                self._load(recipe, options, device, files)
-                return self._split_of(recipe, files)
+                self._whole = _decoded(recipe, files, options, device)
             except UnreadableFiles as error:
                 if not options.skip_unreadable:
                     raise
                 assert isinstance(files, FolderImages)
                 skipped |= error.reasons  # the rest may be divided differently into the two sets
+                images = f"{len(skipped)} image{'s' * (len(skipped) > 1)}"
                 warnings.warn(
-                    f"skipped {len(skipped)} images under {one_line(files.path)} that cannot be "
-                    f"decoded: {few(list(skipped))}",
+                    f"skipped {images} under {one_line(files.path)} that cannot be decoded: "
+                    f"{few(list(skipped))}",
                     stacklevel=2,
                 )
 
-    def _load(
-        self,
-        recipe: Recipe,
-        options: Options,
-        device: torch.device,
-        files: ImageArrays | FolderImages,
-    ) -> None:
-        """Load all images of a data set, unless they are here."""
-        key = _settings(recipe, options, device)
-        if isinstance(files, FolderImages):
-            key += (contents_key(files),)
-        if key == self._key:
-            return
-        self._key = self._split_key = self._whole = self._split = None  # frees its memory
-        if recipe.freeze:
-            self._whole = _features(recipe, files, options, device)
-        elif isinstance(files, ImageArrays):
-            self._whole = files.to(device)
-        else:
-            self._whole = decode_folder(
-                files, cache=options.cache, device=device, check=_checks(recipe, options)
-            )
-        self._key = key
-
-    def _split_of(self, recipe: Recipe, files: ImageArrays | FolderImages | None) -> Images:
+    def _split_of(self, recipe: Recipe) -> Images:
         """The images of a recipe, of the data set that is here."""
         whole = self._whole
         assert whole is not None
@@ -95,8 +85,8 @@ class ImageStore:
                 if isinstance(whole, ImageArrays):
                     self._split = whole.hold_out(recipe.hold_out)
                 else:
-                    assert isinstance(files, FolderImages)
-                    self._split = whole.hold_out(recipe.hold_out, files)
+                    assert isinstance(self._files, FolderImages)
+                    self._split = whole.hold_out(recipe.hold_out, self._files)
                 self._split_key = recipe.hold_out
             whole = self._split
         return whole if recipe.freeze else _normalised(whole, recipe)
@@ -134,12 +124,25 @@ def kept_images() -> Iterator[ImageStore]:
 
 def _settings(recipe: Recipe, options: Options, device: torch.device) -> tuple[object, ...]:
     """What the images of a data set, or their features, depend on, besides the files."""
-    settings: tuple[object, ...] = (recipe.data, options.data_root, device, options.cache)
+    preparation = (recipe.image_size, recipe.interpolation, recipe.test_crop)
+    settings = (recipe.data, options.data_root, device, options.cache, *preparation)
     if not recipe.freeze:
         return settings
     weights = find_weights(recipe.network, recipe.weights)
     network = (recipe.network, weights, weights.stat().st_mtime_ns, recipe.precision)
     return (*settings, *network, recipe.mean, recipe.std)
+
+
+def _decoded(
+    recipe: Recipe, files: ImageArrays | FolderImages, options: Options, device: torch.device
+) -> Images:
+    """All images of a data set, or their features."""
+    if recipe.freeze:
+        return _features(recipe, files, options, device)
+    if isinstance(files, ImageArrays):
+        return files.to(device)
+    check = _checks(recipe, options)
+    return decode_folder(files, cache=options.cache, device=device, check=check)
 
 
 def _checks(recipe: Recipe, options: Options) -> bool:
@@ -183,7 +186,7 @@ def _features(
         weights=find_weights(recipe.network, recipe.weights),
     )
     network.requires_grad_(False).eval().to(device)
-    _require_fit(network, recipe, data, device)
+    require_fit(network, recipe, data.image_shape, device)
 
     def features(images: Tensor) -> Tensor:
         scaled = normalize(images.to(device), data.mean, data.std)
@@ -209,8 +212,9 @@ def _features(
     )
 
 
-def _require_fit(network: Network, recipe: Recipe, data: Images, device: torch.device) -> None:
-    shape = data.image_shape
+@torch.no_grad()
+def require_fit(network: Network, recipe: Recipe, shape: torch.Size, device: torch.device) -> None:
+    """Raise InputError if a network in eval mode cannot take images of a shape."""
     images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
     with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
         logits = network(images)

@@ -27,7 +27,7 @@ from isda.experiments.generators.synthetic_images import generator_of, require_g
 from isda.experiments.predictions import save_predictions
 from isda.experiments.records import summary
 from isda.experiments.settings import Options
-from isda.experiments.training.deadline import Deadline, time_up
+from isda.experiments.training.deadline import Deadline, StartUp, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps
@@ -37,7 +37,7 @@ from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
-from isda.experiments.training.start import create_folders, finished_runs, require_weights
+from isda.experiments.training.start import create_folders, finished_runs, require_networks
 from isda.experiments.training.tensorboard import create_writer, require_tensorboard
 from isda.experiments.training.training_step import Lane
 
@@ -117,7 +117,7 @@ class _Training:
         if self.options.resume and self.world == 1:
             self.runs |= finished_runs(self.plans, self.options)
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
-        require_weights([self.plans[number] for number in waiting], self.options)
+        require_networks([self.plans[number] for number in waiting], self.options)
         require_generators((self.plans[number].recipe for number in waiting), self.options)
         self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
         self._images = locks.enter_context(kept_images())
@@ -164,6 +164,7 @@ class _Training:
         return Lane(plan.recipe, plan.seed, images, generator=generator, **options)
 
     def _train_group(self, group: list[int]) -> None:
+        start_up = StartUp()
         plans = [self.plans[number] for number in group]
         data = self._images.get(plans[0].recipe, self.options, self.device)
         lanes = [self._lane(plan, own_images(data, plan)) for plan in plans]
@@ -183,7 +184,8 @@ class _Training:
                 self.failures.add(number, str(error))
                 continue
             members.append(member)
-        if self._unfinished(members) and self.deadline.is_up(self._epoch_seconds(group)):
+        needed = StartUp.longest + self._epoch_seconds(group)
+        if self._unfinished(members) and self.deadline.is_up(needed):
             raise time_up(self.runs.values(), self.options)
         # after a kill, runs that are behind catch up first
         while unfinished := self._unfinished(members):
@@ -191,8 +193,10 @@ class _Training:
             behind = [member for member in unfinished if member.lane.epoch == first]
             ends = [m.lane.epoch if m.lane.epoch > first else m.lane.recipe.epochs
                     for m in unfinished]  # fmt: skip
-            if self._train_side_by_side(behind, min(ends)) and self._unfinished(members):
+            time_is_up = self._train_side_by_side(behind, min(ends), start_up)
+            if time_is_up and self._unfinished(members):
                 raise time_up(self.runs.values(), self.options)
+            start_up = StartUp()
 
     def _unfinished(self, members: Sequence[_Member]) -> list[_Member]:
         return [
@@ -208,7 +212,7 @@ class _Training:
         last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
         return max(last, default=0.0) * len(group)
 
-    def _train_side_by_side(self, members: list[_Member], until: int) -> bool:
+    def _train_side_by_side(self, members: list[_Member], until: int, start_up: StartUp) -> bool:
         """Train runs until an epoch or a failure; returns whether the time limit is reached."""
         lanes = [member.lane for member in members]
         on_gpu = self.device.type == "cuda"
@@ -219,41 +223,48 @@ class _Training:
         saved, stopped = time.monotonic(), False
         for epoch in _progress(lanes, until, show=self.progress and self.rank == 0):
             began = time.perf_counter()
-            try:
-                runner.train_epoch()
-            except InputError:
-                raise
-            except (ValueError, FloatingPointError) as error:  # on a CPU, where runs train alone
-                self.failures.add(members[0].number, _stopped(members[0], str(error)))
+            results = self._train_epoch(runner, members)
+            if results is None:
                 break
-            results = runner.evaluate()
-            seconds = (time.perf_counter() - began) / len(lanes)
-            for member, result in zip(members, results, strict=True):
-                reason = _not_finite(member.lane, result)
-                if reason is None:
-                    member.lane.epoch = epoch + 1
-                else:  # before anything of this epoch is written
-                    self.failures.add(member.number, _stopped(member, reason))
-            stopped = self.deadline.is_up(time.perf_counter() - began)
+            start_up.epoch_done()
+            seconds = time.perf_counter() - began
+            stopped = self.deadline.is_up(seconds)
             last = stopped or epoch + 1 == until
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
             memory = _peak_memory(lanes)
+            share = seconds / len(lanes)
             with together():
                 for member, result, writer in zip(members, results, writers, strict=True):
-                    if member.number in self.failures:
-                        continue
-                    metrics = _metrics(member.lane, epoch, result, seconds, len(lanes), memory)
-                    _write(member, metrics, writer, save=save, last=last)
+                    if member.number not in self.failures:
+                        metrics = _metrics(member.lane, epoch, result, share, len(lanes), memory)
+                        _write(member, metrics, writer, save=save, last=last)
             if save:
                 saved = time.monotonic()
-            if any(member.number in self.failures for member in members):
-                break  # the others go on without them
-            if stopped and epoch + 1 < until:
-                break
+            failed = any(member.number in self.failures for member in members)
+            if failed or (stopped and epoch + 1 < until):
+                break  # if runs have failed, the others go on without them
         for writer in writers:
             if writer is not None:
                 writer.close()
         return stopped
+
+    def _train_epoch(self, runner: SideBySide, members: list[_Member]) -> list[list[float]] | None:
+        """Train and evaluate for an epoch, and note which runs have diverged; None if all have."""
+        try:
+            runner.train_epoch()
+        except InputError:
+            raise
+        except (ValueError, FloatingPointError) as error:  # on a CPU, where runs train alone
+            self.failures.add(members[0].number, _stopped(members[0], str(error)))
+            return None
+        results = runner.evaluate()
+        for member, result in zip(members, results, strict=True):
+            reason = _not_finite(member.lane, result)
+            if reason is None:
+                member.lane.epoch += 1
+            else:  # before anything of this epoch is written
+                self.failures.add(member.number, _stopped(member, reason))
+        return results
 
 
 def _write(
@@ -371,7 +382,8 @@ def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
     for lane in lanes:
         methods.setdefault(lane.recipe.method, []).append(str(lane.seed))
     runs = ", ".join(f"{method} seed {' '.join(seeds)}" for method, seeds in methods.items())
-    label = f"{PurePath(lanes[0].recipe.data).name} {lanes[0].recipe.network}, {runs}"
+    data = PurePath(lanes[0].recipe.data.removeprefix("imagefolder:")).name
+    label = f"{data} {lanes[0].recipe.network}, {runs}"
     if isinstance(lanes[0].data, DecodedImages):
         label += f", {lanes[0].data.place}"
     interactive = sys.stderr.isatty()

@@ -9,11 +9,9 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -44,7 +42,7 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(min(options.processes, len(plans)), context, _begin) as pool:
         with _no_interrupts():
-            numbers = {pool.submit(_train, plan, options, options.started_at): number
+            numbers = {pool.submit(_train, plan, options): number
                        for number, plan in enumerate(plans)}  # fmt: skip
         label = f"{plans[0].recipe.data} {plans[0].recipe.network}, {options.processes} processes"
         try:
@@ -106,14 +104,12 @@ def _exit_with_parent() -> None:
     os._exit(1)  # the parent was killed; checkpoints are intact
 
 
-def _train(plan: Plan, options: Options, started_at: float) -> None:
+def _train(plan: Plan, options: Options) -> None:
+    """Train a run in a process; the start of its time limit is that of the command."""
     from isda.experiments.training.loop import train  # which imports this module
 
-    if options.minutes is not None:  # the clock is that of the whole machine
-        left = options.minutes - (time.monotonic() - started_at) / 60
-        options = replace(options, minutes=max(left, 1e-9))
     try:
-        train([plan], replace(options, processes=1, device="cpu"), progress=False)
+        train([plan], options.changed(processes=1, device="cpu"), progress=False)
     except RunsFailed as error:
         raise RunError(str(error)) from None  # can be sent to the parent
     except (InputError, TimeUp):

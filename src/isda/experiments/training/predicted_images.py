@@ -7,11 +7,13 @@ import numpy as np
 from PIL import Image
 
 from isda.experiments.data.arrays import ImageArrays
+from isda.experiments.data.decoding import decode_image
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.predictions import Predictions
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.groups import Plan, load_images, own_images
+from isda.experiments.training.images import kept_images
 from isda.experiments.training.training_step import Lane
 
 __all__ = ["predictions_of", "thumbnails"]
@@ -34,12 +36,21 @@ def predictions_of(lane: Lane) -> Predictions:
 def thumbnails(
     recipe: Recipe, seed: int, indices: Iterable[int], options: Options
 ) -> dict[int, bytes]:
-    """Small PNG pictures of test images of a run, by index."""
-    images = load_images(recipe, options)
+    """Small PNG pictures of test images of a run, by index.
+
+    Call it inside the :func:`kept_images` of the training, which knows the files that it used.
+    """
+    with kept_images() as store:
+        images: ImageArrays | FolderImages | None = store.files(recipe, options)
+    if isinstance(images, FolderImages) and recipe.hold_out:
+        images = images.hold_out(recipe.hold_out)
+    if images is None:
+        if options.skip_unreadable:  # all files would have to be decoded to know the others
+            raise InputError("not shown with --skip-unreadable and --processes")
+        images = load_images(recipe, options)
     if isinstance(images, FolderImages):
-        if options.skip_unreadable:  # which would have to be decoded again to know the others
-            raise InputError("not shown with --skip-unreadable")
-        return {i: _png(Image.open(images.test_files[i]).convert("RGB")) for i in indices}
+        decoded = {i: decode_image(images.test_files[i]).numpy() for i in indices}
+        return {i: _png(Image.fromarray(pixels)) for i, pixels in decoded.items()}
     own = own_images(images, Plan("", recipe, seed))
     assert isinstance(own, ImageArrays)
     pixels = own.test_images.permute(0, 2, 3, 1).cpu().numpy()

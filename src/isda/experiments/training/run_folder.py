@@ -23,7 +23,7 @@ except ImportError:  # not on Windows
 
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.files import sync_folder, write_bytes, write_text, writing
-from isda.experiments.metrics_lines import require_metrics, sealed
+from isda.experiments.metrics_lines import config_checksum, require_metrics, sealed
 from isda.experiments.networks import LoadedWeights
 from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.records import Run, read_recipe, require_name, summary
@@ -100,9 +100,9 @@ class RunFolder(Run):
         if before is None:
             self._config["weights"] = weights.as_dict()
             _write_config(self.folder, self._config)
-        elif before.get("sha256") != weights.sha256:
+        elif before["sha256"] != weights.sha256:
             raise InputError(
-                f"{self.folder} was started from weights with SHA-256 {before.get('sha256')}, but "
+                f"{self.folder} was started from weights with SHA-256 {before['sha256']}, but "
                 f"{weights.file} has {weights.sha256}: restore the file"
             )
 
@@ -319,4 +319,5 @@ _NAMES = (
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    config = {**config, "check": config_checksum(config)}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -2,19 +2,28 @@
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.errors import InputError, as_input_error
-from isda.experiments.networks import find_weights
-from isda.experiments.records import summary
+from isda.experiments.networks import find_weights, require_network
+from isda.experiments.records import Run, export, load_runs, summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
+from isda.experiments.training.images import require_fit as require_network_fit
 from isda.experiments.training.run_folder import RunFolder, locked, require_free
 from isda.experiments.training.training_step import Lane
 
-__all__ = ["create_folders", "finished_runs", "require_fit", "require_weights"]
+__all__ = [
+    "adopt_records",
+    "create_folders",
+    "finished_runs",
+    "records_of",
+    "require_fit",
+    "require_networks",
+]
 
 
 def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolder]:
@@ -34,8 +43,32 @@ def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolde
     return found
 
 
-def require_weights(plans: Sequence[Plan], options: Options) -> None:
-    """Raise InputError if there is no file of pretrained weights; downloads it if so desired."""
+def records_of(plan: Plan, *folders: Path) -> list[Run]:
+    """Finished runs of a plan in folders of runs or records, with the same recipe."""
+    found: list[Run] = []
+    for folder in folders:
+        path = folder / plan.name / str(plan.seed)
+        if (path / "config.json").exists():
+            found += load_runs(path.parent)
+    return [run for run in found if run.seed == plan.seed and summary(run).finished
+            and run.recipe == plan.recipe]  # fmt: skip
+
+
+def adopt_records(plans: Sequence[Plan], records: Path, out: Path) -> None:
+    """Copy finished runs from a folder of records to that of the runs, unless they are there."""
+    for plan in plans:
+        if not (out / plan.name / str(plan.seed)).exists():
+            for run in records_of(plan, records):
+                export(run, out)
+
+
+def require_networks(plans: Sequence[Plan], options: Options) -> None:
+    """Raise InputError before images are decoded if a network or its weights do not exist.
+
+    Downloads pretrained weights if so desired.
+    """
+    for name, drop_rate in {(plan.recipe.network, plan.recipe.drop_rate) for plan in plans}:
+        require_network(name, drop_rate=drop_rate)
     for recipe in {plan.recipe for plan in plans if plan.recipe.pretrained}:
         find_weights(recipe.network, recipe.weights, download=options.download)
 
@@ -72,12 +105,7 @@ def require_fit(lane: Lane) -> None:
         return  # was verified when the features were computed
     recipe, device = lane.recipe, lane.device
     shape = lane.data.image_shape
-    images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
-    lane.network.eval()
-    with torch.no_grad():
-        with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
-            logits = lane.network(images)
-        lane.network.check(images, logits)
+    require_network_fit(lane.network.eval(), recipe, shape, device)
     lane.network.train()
     if (lane.num_images - 1) % recipe.batch_size:
         return
@@ -90,4 +118,4 @@ def require_fit(lane: Lane) -> None:
         torch.no_grad(),
     ):
         network = lane.create_network(recipe, lane.data, lane.seed)
-        network.to(device).train()(images[:1])
+        network.to(device).train()(torch.zeros(1, *shape, device=device))

@@ -1,23 +1,26 @@
-"""How many runs train fastest side by side: measured on the GPU, once per folder of runs.
+"""How many runs train fastest side by side: measured on the GPU, once per network.
 
 Runs side by side share the GPU. Too few leave it idle, too many slow each other down, and where the
-best number lies depends on network, GPU and loss. So a few steps of about two thirds, as many, and
-four thirds of the expected number are timed before the first run of a network. The result is kept
-in ``side_by_side.json`` in the folder of the runs.
+best number lies depends on network and GPU. So a few steps of about two thirds, as many, and four
+thirds of the expected number are timed before the first run of a network. The times are kept in
+``side_by_side.json``, in the folder of the compiled code or else in that of the runs.
 """
 
 import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from isda._version import __version__
 from isda.experiments.errors import WriteError
-from isda.experiments.files import write_text
+from isda.experiments.files import read_bytes, write_text
+from isda.experiments.metrics_lines import is_number
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.deadline import Deadline
 from isda.experiments.training.failures import free_memory
 from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.side_by_side import SideBySide
@@ -27,6 +30,7 @@ __all__ = ["candidates", "choose_width", "fastest_width"]
 
 _FILE = "side_by_side.json"
 _FEWEST_STEPS = 40  # of an epoch, so that a measurement fits into it
+_SHORTEST = 1800.0  # seconds left: measuring takes about a minute and saves a few percent
 _EQUAL = 1.02  # times that differ by less are equal, and the smaller number needs less memory
 
 
@@ -62,46 +66,35 @@ def fastest_width(
     expected: int,
     create_lanes: Callable[[int], Sequence[Lane]],
     options: Options,
+    device: torch.device,
 ) -> int:
-    """Number of runs side by side, from the measurement of an earlier command or a new one.
+    """Number of runs side by side, from the measurements of earlier commands and new ones.
+
+    Nothing is measured if all runs fit side by side, or if the time limit is too near for a
+    measurement to pay.
 
     Args:
         recipe: recipe of the first run.
         runs: number of runs that are to be trained.
-        expected: number that is expected to be the fastest, and that is used if nothing can be
-            measured.
+        expected: number that is expected to be the fastest, and that is used if nothing is known.
         create_lanes: creates some of the runs; their state is discarded.
         options: how to run the training.
+        device: device of the runs.
     """
+    folder = (options.compile_cache or options.out).expanduser()
+    path, key = folder / _FILE, _key(recipe, device)
+    known = _read(path)
+    seconds = known.get(key, {})
+    width = choose_width(seconds) if seconds else expected
     numbers = candidates(runs, expected)
-    if len(numbers) == 1:
-        return numbers[0]
-    path = options.out / _FILE
-    known: dict[str, dict[str, float]] = {}
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        known = found if isinstance(found, dict) else {}
-    seconds: dict[int, float] = {}
-    key = ""
-    for number in numbers:
-        try:
-            lanes = list(create_lanes(number))
-            if lanes[0].images.is_fed or lanes[0].num_images < _FEWEST_STEPS * recipe.batch_size:
-                return min(runs, expected)
-            key = _key(recipe, lanes[0].device, numbers)
-            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                return choose_width({int(n): float(value) for n, value in known[key].items()})
-            runner = SideBySide(list(lanes), capture=options.capture)
-            seconds[number] = runner.seconds_per_step(recipe.batch_size)
-        except Exception as error:
-            if not is_out_of_memory(error):  # the training says what is wrong
-                return min(runs, expected)
-            break
-        finally:
-            lanes, runner = [], None  # type: ignore[assignment]
-            free_memory()
-    if not seconds:
-        return min(runs, expected)
+    unknown = len(numbers) > 1 and max(seconds, default=0) < numbers[-1]
+    if runs <= width or not unknown or Deadline(options).seconds_left < _SHORTEST:
+        return min(runs, width)
+    missing = [number for number in numbers if number not in seconds]
+    measured = _measure(missing, recipe, create_lanes, options)
+    if not measured:
+        return min(runs, width)
+    seconds = dict(sorted({**seconds, **measured}.items()))
     width = choose_width(seconds)
     each = ", ".join(f"{number}: {1000 * s / number:.2f}" for number, s in seconds.items())
     tqdm.write(
@@ -112,12 +105,51 @@ def fastest_width(
     with contextlib.suppress(WriteError, OSError):  # it can be measured again
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({**known, key: seconds}, indent=2) + "\n")
-    return width
+    return min(runs, width)
 
 
-def _key(recipe: Recipe, device: torch.device, numbers: Sequence[int]) -> str:
-    """What the measurement depends on."""
+def _measure(
+    numbers: Sequence[int],
+    recipe: Recipe,
+    create_lanes: Callable[[int], Sequence[Lane]],
+    options: Options,
+) -> dict[int, float]:
+    """Time of a step of all runs, by their number; without those that cannot be measured."""
+    seconds: dict[int, float] = {}
+    for number in numbers:
+        try:
+            lanes = list(create_lanes(number))
+            if lanes[0].images.is_fed or lanes[0].num_images < _FEWEST_STEPS * recipe.batch_size:
+                break
+            runner = SideBySide(lanes, capture=options.capture)
+            seconds[number] = runner.seconds_per_step(recipe.batch_size)
+        except Exception as error:
+            if not is_out_of_memory(error):  # the training says what is wrong
+                return {}
+            break  # more runs do not fit, either
+        finally:
+            lanes, runner = [], None  # type: ignore[assignment]
+            free_memory()
+    return seconds
+
+
+def _read(path: Path) -> dict[str, dict[int, float]]:
+    """Measurements of earlier commands; empty if there are none or the file is damaged."""
+    known: dict[str, dict[int, float]] = {}
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        for key, seconds in json.loads(read_bytes(path, most=2**20)).items():
+            known[key] = {int(number): value for number, value in seconds.items()}
+            if not all(
+                number > 0 and is_number(value) and value > 0
+                for number, value in known[key].items()
+            ):
+                return {}
+        return known
+    return {}
+
+
+def _key(recipe: Recipe, device: torch.device) -> str:
+    """What the measurement depends on; the loss hardly changes it."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = [name, recipe.network, recipe.data, recipe.batch_size, recipe.precision, recipe.method]
-    parts += [recipe.compile, torch.__version__, __version__, *numbers]
-    return " ".join(map(str, parts))
+    parts = [name, recipe.network, recipe.data, recipe.batch_size, recipe.precision]
+    return " ".join(map(str, [*parts, recipe.compile, torch.__version__, __version__]))

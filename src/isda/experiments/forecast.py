@@ -1,0 +1,262 @@
+"""What a queue still has to train, and about how long that takes: ``isda queue --dry-run``.
+
+The time of a run is its number of images over the speed of the same network, in the records of
+earlier runs or else in a table of benchmarks/train.py. It does not include the start-up.
+"""
+
+import contextlib
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from isda.experiments.errors import InputError
+from isda.experiments.losses.baselines import create_criterion
+from isda.experiments.networks import Network, outline
+from isda.experiments.plans import Calibrations, Command, Planned, Search
+from isda.experiments.recipes import pair_name
+from isda.experiments.records import Run, load_runs, summary
+from isda.experiments.report.text import text_table
+from isda.experiments.search import checked_candidates, default_hold_out, halving
+from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.groups import Plan
+from isda.experiments.training.start import records_of
+
+__all__ = ["Forecast", "Speeds", "expected_plans", "forecast", "forecast_text", "state_size"]
+
+# training images, classes, channels
+_SIZES = {
+    "digits": (1437, 10, 1),
+    "cifar10": (50_000, 10, 3),
+    "cifar100": (50_000, 100, 3),
+    "imagenet": (1_281_167, 1000, 3),
+}
+_WIDTH = 72  # of a command in the table
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is left of a line of a queue."""
+
+    place: str
+    """File and number of the line."""
+
+    text: str
+    """The command."""
+
+    total: int
+    """Number of its runs."""
+
+    left: int
+    """Runs that are not finished, and that no earlier line trains."""
+
+    epochs: int
+    """Epochs that are left, of all runs together."""
+
+    seconds: float | None
+    """Time of these epochs; None if the speed of a network is unknown."""
+
+    state: int | None
+    """Bytes of the largest checkpoint; None if it is unknown."""
+
+
+class Speeds:
+    """Images per second of all runs side by side together, by network.
+
+    Args:
+        folders: folders of runs or records; later ones take precedence, and in a folder its runs
+            over its benchmarks/train*.csv.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self.devices: dict[str, None] = {}  # in order, each once
+        self._known: dict[tuple[object, ...], float] = {}
+        for folder in folders:
+            self._add_benchmarks(folder / "benchmarks")
+            if folder.is_dir():
+                self._add_runs(load_runs(folder))
+
+    def seconds_per_epoch(self, recipe: Recipe) -> float | None:
+        """Time of an epoch of a run; None if it is unknown."""
+        key = _kind(recipe.data, recipe.network, recipe.precision)
+        speed = self._known.get((*key, recipe.images_per_class), self._known.get((*key, 0)))
+        if speed is None or recipe.data not in _SIZES:
+            return None
+        images, classes, _ = _SIZES[recipe.data]
+        drawn = recipe.images_per_class * classes
+        return (drawn or images - recipe.hold_out) / (1 - recipe.synthetic) / speed
+
+    def _add_benchmarks(self, folder: Path) -> None:
+        """The highest speed of each network: that with the best number of runs side by side."""
+        for path in sorted(folder.glob("train*.csv")):
+            with open(path, encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    with contextlib.suppress(KeyError, ValueError):  # another table
+                        key = *_kind(row["data"], row["network"], row["precision"]), 0
+                        speed = float(row["images_per_second"])
+                        self._known[key] = max(speed, self._known.get(key, 0.0))
+                        self.devices[row["device"]] = None
+
+    def _add_runs(self, runs: Iterable[Run]) -> None:
+        """The median speed of the runs of each network."""
+        measured: dict[tuple[object, ...], list[float]] = {}
+        for run in runs:
+            speeds = [line["images_per_second"] for line in run.metrics()
+                      if "images_per_second" in line]  # fmt: skip
+            if speeds:
+                recipe = run.recipe
+                key = _kind(recipe.data, recipe.network, recipe.precision)
+                measured.setdefault((*key, recipe.images_per_class), []).append(median(speeds))
+                self.devices[str(run.environments[-1].get("device"))] = None
+        self._known |= {key: median(speeds) for key, speeds in measured.items()}
+
+
+def expected_plans(task: Command, options: Options) -> list[Plan]:
+    """The runs of a line; with the λ₀ of the recipe where it is still to be chosen."""
+    if isinstance(task, Planned):
+        return task.plans()
+    recipe, start = (task.given if isinstance(task, Search) else task).recipe, task.start
+    hold_out = recipe.hold_out or default_hold_out(recipe, options)
+    if isinstance(task, Calibrations):
+        return task.planned(hold_out).plans()
+    held = replace(recipe, hold_out=hold_out)
+    if isinstance(task, Search):
+        given = task.given
+        candidates = checked_candidates(given.candidates, recipe)
+        tried = [replace(held, lambda_0=lambda_0) for lambda_0 in candidates]
+        tried += [held.baseline()] * given.with_baseline
+        final = replace(recipe, lambda_0=start.lambda_0, hold_out=0)
+        runs = [*product(tried, given.seeds), *product([final], given.final_seeds)]
+        return [Plan(pair_name(start, task.name, one), one, seed) for one, seed in runs]
+    candidates = checked_candidates(task.candidates, recipe)
+    plans = []
+    for part in halving(len(candidates), recipe.epochs):
+        tried = [replace(held, lambda_0=lambda_0).shortened(part.epochs)
+                 for lambda_0 in candidates[: part.candidates]]  # fmt: skip
+        plans += [Plan(task.named(one), one, seed) for one, seed in product(tried, part.seeds)]
+    return plans + task.planned(start.lambda_0).plans()
+
+
+def forecast(
+    place: str,
+    text: str,
+    plans: Sequence[Plan],
+    folders: Sequence[Path],
+    speeds: Speeds,
+    seen: set[tuple[str, int]],
+) -> Forecast:
+    """What is left of a line.
+
+    Args:
+        place: file and number of the line.
+        text: the command.
+        plans: its runs.
+        folders: folders of runs and records.
+        speeds: speeds of networks.
+        seen: names and seeds of the runs of earlier lines; those of this line are added.
+    """
+    epochs, seconds, states = 0, 0.0, []
+    known, left = True, 0
+    for plan in plans:
+        if (plan.name, plan.seed) in seen or records_of(plan, *folders):
+            continue
+        seen.add((plan.name, plan.seed))
+        remaining = plan.recipe.epochs - _epochs_done(plan, folders[0])
+        each = speeds.seconds_per_epoch(plan.recipe)
+        known &= each is not None
+        left, epochs = left + 1, epochs + remaining
+        seconds += remaining * (each or 0.0)
+        states.append(state_size(plan.recipe))
+    state = None if None in states else max(filter(None, states), default=0)
+    return Forecast(place, text, len(plans), left, epochs, seconds if known else None, state)
+
+
+def forecast_text(lines: Sequence[Forecast], devices: Iterable[str], minutes: float | None) -> str:
+    """The forecast of a queue as a table, and what fits in a time limit."""
+    rows = [
+        [_short(f"{_number(one)}: {one.text}"), f"{one.left} of {one.total}",
+         str(one.epochs), _minutes(one.seconds), _mebibytes(one)]
+        for one in lines
+    ]  # fmt: skip
+    total = _minutes(sum(one.seconds or 0.0 for one in lines))
+    if any(one.seconds is None for one in lines):
+        total = f"> {total}"
+    rows.append(["all lines", str(sum(one.left for one in lines)),
+                 str(sum(one.epochs for one in lines)), total])  # fmt: skip
+    text = [
+        text_table(["line", "runs left", "epochs", "minutes", "MiB per run"], rows),
+        "",
+        "Minutes are estimates without start-up, from the speed of earlier runs on "
+        f"{', '.join(devices) or 'no device'}; ? is unknown. MiB: the largest checkpoint.",
+    ]
+    return "\n".join([*text, *([] if minutes is None else [_what_fits(lines, minutes)])])
+
+
+def state_size(recipe: Recipe) -> int | None:
+    """Bytes of the checkpoint of a run: weights, momentum and statistics; None if unknown."""
+    if recipe.data not in _SIZES or recipe.freeze:
+        return None
+    _, classes, channels = _SIZES[recipe.data]
+    network = _network(recipe.network, classes, channels)
+    with torch.device("meta"):
+        criterion = create_criterion(recipe, num_features=network.num_features, num_classes=classes)
+    weights = sum(one.nbytes for one in network.parameters())
+    copies = 2 + (recipe.optimizer == "adamw") + (recipe.ema > 0)
+    buffers = [*network.buffers(), *criterion.buffers()]
+    return copies * weights + sum(one.nbytes for one in buffers)
+
+
+@cache
+def _network(name: str, classes: int, channels: int) -> Network:
+    return outline(name, num_classes=classes, in_channels=channels)
+
+
+def _what_fits(lines: Sequence[Forecast], minutes: float) -> str:
+    """Which lines are finished within a time limit, and which one is begun."""
+    spent, whole = 0.0, list[str]()
+    for one in lines:
+        if not one.left:
+            continue
+        if one.seconds is None or spent + one.seconds > 60 * minutes:
+            words = f"line{'s' * (len(whole) > 1)} {', '.join(whole)}" if whole else "no whole line"
+            begun = f"line {_number(one)} begins and is continued by the next command"
+            return f"{minutes:g} minutes are enough for {words}; {begun}."
+        spent += one.seconds
+        whole.append(_number(one))
+    return f"{minutes:g} minutes are enough for all lines."
+
+
+def _epochs_done(plan: Plan, out: Path) -> int:
+    folder = out / plan.name / str(plan.seed)
+    try:
+        return summary(Run(folder)).epochs if (folder / "config.json").exists() else 0
+    except InputError:  # reported when the run is resumed
+        return 0
+
+
+def _kind(data: str, network: str, precision: str) -> tuple[str, ...]:
+    """What the speed depends on; both CIFAR data sets have images of the same size."""
+    return ("cifar" if data.startswith("cifar") else data), network, precision
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+
+
+def _number(one: Forecast) -> str:
+    return one.place.rpartition(":")[2]
+
+
+def _minutes(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{seconds / 60:.1f}"
+
+
+def _mebibytes(one: Forecast) -> str:
+    if not one.left:
+        return ""
+    return "?" if one.state is None else f"{one.state / 2**20:.1f}"

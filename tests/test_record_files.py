@@ -1,0 +1,164 @@
+"""Records with unusual files: edited, of a newer version, huge, or not files at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from isda._version import __version__
+from isda.experiments.calibration import load_calibration
+from isda.experiments.errors import InputError
+from isda.experiments.predictions import load_predictions
+from isda.experiments.records import Run, export, load_runs, summary
+from isda.experiments.settings import Recipe
+from isda.experiments.training.run_folder import RunFolder
+
+RECIPE = Recipe(
+    data="digits", network="resnet8", augment=("crop",), epochs=2, batch_size=4, learning_rate=0.1,
+    weight_decay=0.0, milestones=(1,), lambda_0=0.5,
+)  # fmt: skip
+WEIGHTS = {"file": "r.safetensors", "sha256": "0" * 64, "tensors": 3, "new": ["fc.weight"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The copy of a finished record, without checkpoints."""
+    run = RunFolder.create(tmp_path / "runs", "digits-resnet8-isda", RECIPE, 0)
+    for epoch in range(RECIPE.epochs):
+        run.append({"epoch": epoch, "test_error": 20.0, "seconds": 1.0})
+    return export(run, tmp_path / "kept")
+
+
+def damage_of(folder: Path) -> str:
+    (run,) = load_runs(folder)
+    assert run.damage is not None
+    assert not summary(run).finished
+    return run.damage
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_flipped_bit_of_every_byte_of_the_config_is_found(folder: Path) -> None:
+    """Also in the environments, which the checksums of the metrics do not cover."""
+    path = folder / "config.json"
+    content = path.read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with pytest.raises(InputError, match=r"config\.json is not a run record"):
+            Run(folder)
+    path.write_bytes(content)
+    assert Run(folder).verified
+
+
+@pytest.mark.parametrize("change", ["field", "recipe"])
+def test_a_record_of_another_version(change: str, folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (config if change == "field" else config["recipe"])["novelty"] = 3
+    config["environments"][-1]["isda"] = "9.1.0"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "'novelty'" in damage_of(folder)
+    assert f"written by torch-isda 9.1.0, this is {__version__}" in damage_of(folder)
+
+
+def test_layout_of_the_config_does_not_matter(folder: Path) -> None:
+    change_config(folder)
+    assert Run(folder).verified
+
+
+def test_a_config_without_checksum(folder: Path) -> None:
+    """As written by earlier versions."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["check"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert Run(folder).verified
+
+
+def test_the_checksum_follows_the_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "digits-resnet8-isda"
+    RunFolder.create(tmp_path, name, RECIPE, 0)
+    monkeypatch.setattr(
+        "isda.experiments.training.run_folder.environment", lambda device: {"commit": "another"}
+    )
+    with pytest.warns(UserWarning, match="different environment"):
+        run = RunFolder.create(tmp_path, name, RECIPE, 0, resume=True)
+    assert Run(run.folder).environments[-1] == {"commit": "another"}
+
+
+@pytest.mark.parametrize(
+    "weights", [[], "x", {}, WEIGHTS | {"new": 3}, WEIGHTS | {"new": [3]}, WEIGHTS | {"file": None}]
+)
+def test_weights_of_another_kind(weights: object, folder: Path) -> None:
+    change_config(folder, weights=weights, check=None)
+    assert "weights" in damage_of(folder)
+
+
+def replaced(create: Callable[[Path], object]) -> Callable[[Path], None]:
+    def replace(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        create(path)
+
+    return replace
+
+
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl", "predictions.npz"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replaced(os.mkfifo), "is not a file"),
+        (replaced(Path.mkdir), "is not a file"),
+        (replaced(lambda path: path.symlink_to(os.devnull)), "is not a file"),
+        (lambda path: (path.touch(), os.truncate(path, 2**40)), "bytes, more than the"),
+    ],
+    ids=["pipe", "folder", "device", "huge"],
+)  # fmt: skip
+def test_files_that_cannot_be_read_in_one_go(
+    change: Callable[[Path], None], message: str, file: str, folder: Path
+) -> None:
+    change(folder / file)
+    if file == "predictions.npz":
+        with pytest.raises(InputError, match=message):
+            load_predictions(Run(folder))
+    else:
+        assert message in damage_of(folder)
+        with pytest.raises(InputError, match=str(folder)):
+            export(load_runs(folder)[0], folder.parents[2] / "again")
+
+
+def test_a_calibration_that_is_a_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "calibration.json")
+    with pytest.raises(InputError, match="is not a file"):
+        load_calibration(Run(folder))
+    with pytest.raises(InputError, match="is not a file"):
+        export(Run(folder), folder.parents[2] / "again")
+
+
+def test_links_in_a_circle(folder: Path) -> None:
+    os.symlink(folder.parents[1], folder / "again")
+    assert [run.damage for run in load_runs(folder.parents[1])] == [None]
+    (folder / "metrics.jsonl").unlink()
+    os.symlink("metrics.jsonl", folder / "metrics.jsonl")
+    assert "0 of 2 epochs" in damage_of(folder)
+
+
+def test_export_into_a_linked_folder(folder: Path, tmp_path: Path) -> None:
+    """A link to a folder is followed; a link in the place of the record is not written through."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    copy = export(Run(folder), tmp_path / "link")
+    assert [run.damage for run in load_runs(tmp_path / "elsewhere")] == [None]
+    shutil.rmtree(copy)
+    copy.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match="cannot write"):
+        export(Run(folder), tmp_path / "link")
+    assert not (tmp_path / "nowhere").exists()
+    assert copy.is_symlink()
