@@ -82,6 +82,19 @@ def test_code_fits_the_page(page: str) -> None:
         assert len(line) <= COLUMNS, line
 
 
+def test_layout_names_what_exists() -> None:
+    """Every file of the library has a place in the table of CONTRIBUTING.md."""
+    root = DOCS.parent
+    rows = re.findall(r"^\| (`src.*?`) \|", (root / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    listed = set()
+    for row in rows:
+        first, *others = re.findall(r"`(.*?)`", row)
+        listed |= {root / first, *((root / first).parent / name for name in others)}
+    assert all(path.exists() for path in listed)
+    modules = {path for path in (root / "src" / "isda").iterdir() if path.name[0] != "_"}
+    assert modules - {root / "src" / "isda" / "py.typed"} <= listed
+
+
 @pytest.mark.parametrize("page", ["baselines.md", "method.md"])
 def test_attached(page: str, names: dict[str, Any]) -> None:
     (text,) = code_blocks(page, "python")
