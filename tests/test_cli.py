@@ -93,7 +93,7 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
         (["train", "cifar10-resnet32-isda"], "cifar10 not found: neither data/cifar10.npz nor"),
         (["train", "imagenet-resnet50-isda"], "imagenet needs --data-root"),
         (["train", "digits-resnet8-ce", "--method", "isda"], "lambda_0 must be > 0 to change"),
-        (["train", "--data", "imagefolder:x", "--network", "timm:resnet18.no"], "x does not exist"),
+        (["train", "--data", "imagefolder:x", "--network", "timm:resnet18.no"], "cannot be built"),
         (["train", "--network", "timm:resnet18.no"], "timm:resnet18.no cannot be built: "),
         (["train", "--hold-out", "1430"], "hold_out must leave training images of every class"),
         (["train", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),

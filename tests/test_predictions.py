@@ -28,7 +28,7 @@ from isda.experiments.report.classes import (
     evidence,
     reliability,
 )
-from isda.experiments.report.comparison import advice, comparison, comparison_rows
+from isda.experiments.report.comparison import advice, comparison, comparison_rows, sentence
 from isda.experiments.report.intervals import difference, seeds_needed
 from isda.experiments.report.pages import write_comparison_page
 from isda.experiments.settings import Options, Recipe
@@ -341,6 +341,21 @@ def test_thumbnails(tmp_path: Path) -> None:
             Image.new("RGB", (300, 200), (number, 9, 9)).save(tmp_path / name / f"{number}.png")
     found = thumbnails(replace(recipe, data=f"imagefolder:{tmp_path}"), 0, [0], options)
     assert Image.open(io.BytesIO(found[0])).size == (96, 64)
+
+
+def test_the_page_in_the_readme_is_that_of_the_records() -> None:
+    """If this fails, take new screenshots, docs/figures/page-light.png and page-dark.png."""
+    root = Path(__file__).parents[1]
+    names = [
+        f"digits-resnet8-{method}drop_rate=0.3+images_per_class=10"
+        for method in ("ce+epochs=25+batch_size=10+", "isda+epochs=25+batch_size=10+lambda_0=1.0+")
+    ]
+    runs = [run for name in names for run in load_runs(root / "results" / name)]
+    result = comparison(runs, *names)
+    text = f"Should you use ISDA? {advice(result)[0]}. {sentence(result)}"
+    assert f'src="docs/figures/page-light.png" width="690" alt="{text}"' in (
+        root / "README.md"
+    ).read_text(encoding="utf-8")
 
 
 def test_compare_writes_a_page_with_images(
