@@ -13,6 +13,7 @@ from isda.experiments.calibration import load_calibration
 from isda.experiments.errors import InputError
 from isda.experiments.predictions import load_predictions
 from isda.experiments.records import Run, export, load_runs, summary
+from isda.experiments.report.pictures_of_features import read_pictures
 from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder
 
@@ -21,6 +22,12 @@ RECIPE = Recipe(
     weight_decay=0.0, milestones=(1,), lambda_0=0.5,
 )  # fmt: skip
 WEIGHTS = {"file": "r.safetensors", "sha256": "0" * 64, "tensors": 3, "new": ["fc.weight"]}
+
+PICTURES = {
+    "generator": "g", "classifier_fid": 10**400, "error_of_synthetic": 1.0,
+    "classifier_fid_floor": 1.0, "error_of_real": 1.0, "data": "digits", "classifier": "c",
+    "epochs": 1,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -140,6 +147,13 @@ def test_a_calibration_that_is_a_pipe(folder: Path) -> None:
         load_calibration(Run(folder))
     with pytest.raises(InputError, match="is not a file"):
         export(Run(folder), folder.parents[2] / "again")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, json.dumps(PICTURES), "[1]", "{", "null"])
+def test_damaged_records_of_pictures(content: str, tmp_path: Path) -> None:
+    (tmp_path / "quality.json").write_text(content)
+    with pytest.raises(InputError, match=r"quality\.json is damaged"):
+        read_pictures([tmp_path])
 
 
 def test_links_in_a_circle(folder: Path) -> None:
