@@ -11,6 +11,7 @@ import pytest
 from isda._version import __version__
 from isda.experiments.calibration import load_calibration
 from isda.experiments.errors import InputError
+from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.predictions import load_predictions
 from isda.experiments.records import Run, export, load_runs, summary
 from isda.experiments.report.pictures_of_features import read_pictures
@@ -47,8 +48,10 @@ def damage_of(folder: Path) -> str:
 
 
 def change_config(folder: Path, **fields: object) -> None:
+    """Change fields of config.json and also its checksum."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps(config | {"check": config_checksum(config)}))
 
 
 def test_a_flipped_bit_of_every_byte_of_the_config_is_found(folder: Path) -> None:
@@ -70,7 +73,7 @@ def test_a_record_of_another_version(change: str, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (config if change == "field" else config["recipe"])["novelty"] = 3
     config["environments"][-1]["isda"] = "9.1.0"
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, **config)
     assert "'novelty'" in damage_of(folder)
     assert f"written by torch-isda 9.1.0, this is {__version__}" in damage_of(folder)
 
@@ -105,7 +108,7 @@ def test_the_checksum_follows_the_environments(
     "weights", [[], "x", {}, WEIGHTS | {"new": 3}, WEIGHTS | {"new": [3]}, WEIGHTS | {"file": None}]
 )
 def test_weights_of_another_kind(weights: object, folder: Path) -> None:
-    change_config(folder, weights=weights, check=None)
+    change_config(folder, weights=weights)
     assert "weights" in damage_of(folder)
 
 
