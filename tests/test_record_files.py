@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,20 @@ def test_a_record_of_another_version(change: str, folder: Path) -> None:
     change_config(folder, **config)
     assert "'novelty'" in damage_of(folder)
     assert f"written by torch-isda 9.1.0, this is {__version__}" in damage_of(folder)
+
+
+def test_a_checksum_cannot_be_taken_from_some_lines(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    bare = [re.sub(', "check": "[0-9a-f]{16}"', "", line) for line in lines]
+    path.write_text(lines[0] + bare[1])
+    assert "line 2 has no checksum, but the line before it has one" in damage_of(folder)
+    path.write_text(bare[0] + lines[1])
+    assert "line 2 does not match its checksum" in damage_of(folder)
+    path.write_text(lines[0] + lines[1].replace("}", "} "))
+    assert "line 2 does not match its checksum" in damage_of(folder)
+    path.write_text("".join(bare))
+    assert not Run(folder).verified
 
 
 def test_layout_of_the_config_does_not_matter(folder: Path) -> None:
