@@ -145,6 +145,18 @@ def test_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "isda: nowhere: No such file or directory\n"
 
 
+def test_a_file_that_is_not_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("wrong").write_bytes(b"train \xff\n")
+    assert main(["queue", "wrong"]) == 2
+    assert capsys.readouterr().err.startswith("isda: wrong must be text in UTF-8: ")
+
+
+def test_a_file_with_a_byte_order_mark(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("wrong").write_bytes("\ufefftrain --epochs 0\n".encode())
+    assert main(["queue", "wrong"]) == 2
+    assert capsys.readouterr().err.startswith("isda: wrong:1: epochs must be >= 1")
+
+
 def test_every_line_of_the_evidence() -> None:
     """The queue at the root of the repository can be read, and needs no trained generators."""
     lines = read_queue(Path(__file__).parents[1] / "evidence.queue")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 from isda._version import __version__
 from isda.experiments.calibration import load_calibration
 from isda.experiments.errors import InputError
+from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.predictions import load_predictions
 from isda.experiments.records import Run, export, load_runs, summary
+from isda.experiments.report.pictures_of_features import read_pictures
 from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder
 
@@ -21,6 +24,12 @@ RECIPE = Recipe(
     weight_decay=0.0, milestones=(1,), lambda_0=0.5,
 )  # fmt: skip
 WEIGHTS = {"file": "r.safetensors", "sha256": "0" * 64, "tensors": 3, "new": ["fc.weight"]}
+
+PICTURES = {
+    "generator": "g", "classifier_fid": 10**400, "error_of_synthetic": 1.0,
+    "classifier_fid_floor": 1.0, "error_of_real": 1.0, "data": "digits", "classifier": "c",
+    "epochs": 1,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -40,8 +49,10 @@ def damage_of(folder: Path) -> str:
 
 
 def change_config(folder: Path, **fields: object) -> None:
+    """Change fields of config.json and also its checksum."""
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps(config | {"check": config_checksum(config)}))
 
 
 def test_a_flipped_bit_of_every_byte_of_the_config_is_found(folder: Path) -> None:
@@ -63,9 +74,23 @@ def test_a_record_of_another_version(change: str, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (config if change == "field" else config["recipe"])["novelty"] = 3
     config["environments"][-1]["isda"] = "9.1.0"
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, **config)
     assert "'novelty'" in damage_of(folder)
     assert f"written by torch-isda 9.1.0, this is {__version__}" in damage_of(folder)
+
+
+def test_a_checksum_cannot_be_taken_from_some_lines(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    bare = [re.sub(', "check": "[0-9a-f]{16}"', "", line) for line in lines]
+    path.write_text(lines[0] + bare[1])
+    assert "line 2 has no checksum, but the line before it has one" in damage_of(folder)
+    path.write_text(bare[0] + lines[1])
+    assert "line 2 does not match its checksum" in damage_of(folder)
+    path.write_text(lines[0] + lines[1].replace("}", "} "))
+    assert "line 2 does not match its checksum" in damage_of(folder)
+    path.write_text("".join(bare))
+    assert not Run(folder).verified
 
 
 def test_layout_of_the_config_does_not_matter(folder: Path) -> None:
@@ -98,7 +123,7 @@ def test_the_checksum_follows_the_environments(
     "weights", [[], "x", {}, WEIGHTS | {"new": 3}, WEIGHTS | {"new": [3]}, WEIGHTS | {"file": None}]
 )
 def test_weights_of_another_kind(weights: object, folder: Path) -> None:
-    change_config(folder, weights=weights, check=None)
+    change_config(folder, weights=weights)
     assert "weights" in damage_of(folder)
 
 
@@ -140,6 +165,13 @@ def test_a_calibration_that_is_a_pipe(folder: Path) -> None:
         load_calibration(Run(folder))
     with pytest.raises(InputError, match="is not a file"):
         export(Run(folder), folder.parents[2] / "again")
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, json.dumps(PICTURES), "[1]", "{", "null"])
+def test_damaged_records_of_pictures(content: str, tmp_path: Path) -> None:
+    (tmp_path / "quality.json").write_text(content)
+    with pytest.raises(InputError, match=r"quality\.json is damaged"):
+        read_pictures([tmp_path])
 
 
 def test_links_in_a_circle(folder: Path) -> None:

@@ -12,6 +12,7 @@ import re
 import resource
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ import scipy.stats
 import torch
 
 from isda.experiments.errors import InputError, RunError
+from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.records import export, load_runs, summary
 from isda.experiments.report.intervals import difference, estimate
 from isda.experiments.settings import Recipe
@@ -59,6 +61,13 @@ def same(one: dict | None, other: dict) -> bool:
     )  # fmt: skip
 
 
+def change_config(folder: Path, change: dict) -> None:
+    """Change fields of config.json and also its checksum, as an attacker would."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | change
+    path.write_text(json.dumps(config | {"check": config_checksum(config)}))
+
+
 def test_commit_of_a_copy_is_the_one_given(monkeypatch):
     monkeypatch.setenv("ISDA_COMMIT", "abc")
     environment_module._commit.cache_clear()
@@ -73,8 +82,7 @@ def test_commit_of_a_copy_is_the_one_given(monkeypatch):
     [{"name": 5}, {"recipe": []}, {"seed": "0"}, {"environments": ["x"]}, {"environments": []}],
 )
 def test_a_record_of_another_kind_is_refused(run, change):
-    path = run.folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change_config(run.folder, change)
     with pytest.raises(InputError, match=r"config.json is not a run record: "):
         RunFolder(run.folder)
 
@@ -143,9 +151,8 @@ def test_nested_metrics_are_refused(run):
                {"augment": "crop"}, {"milestones": [1, 2.5]}, {"learning_rate": float("nan")}],
 )  # fmt: skip
 def test_recipe_with_values_of_a_wrong_type(run, change):
-    path = run.folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "recipe": config["recipe"] | change}))
+    recipe = json.loads((run.folder / "config.json").read_text())["recipe"]
+    change_config(run.folder, {"recipe": recipe | change})
     with pytest.raises(
         InputError, match=rf"not a run record: .*{next(iter(change))} of the recipe"
     ):
@@ -172,10 +179,7 @@ def test_every_flipped_bit_of_the_last_ten_epochs_is_found(finished):
 def test_checksum_covers_recipe_and_order(finished, tmp_path):
     path = finished.folder / "config.json"
     text = path.read_text()
-    config = json.loads(text)
-    del config["check"]  # which finds it, too
-    config["recipe"]["lambda_0"] = 0.7
-    path.write_text(json.dumps(config))
+    change_config(finished.folder, {"recipe": json.loads(text)["recipe"] | {"lambda_0": 0.7}})
     with pytest.raises(InputError, match="line 1 does not match its checksum"):
         RunFolder(finished.folder).metrics()
     path.write_text(text)
@@ -791,8 +795,7 @@ def test_a_short_copy_is_damaged(finished, tmp_path):
     ],
 )
 def test_a_record_of_another_folder_is_refused(finished, tmp_path, change):
-    path = finished.folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    change_config(finished.folder, change)
     with pytest.raises(InputError, match=r"config.json is not a run record: ") as caught:
         RunFolder(finished.folder)
     assert "\n" not in str(caught.value)

@@ -63,7 +63,11 @@ def read_queue(path: Path) -> list[_Line]:
         InputError: a line is not a valid command; names the line.
     """
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} must be text in UTF-8: {error}") from error
+    for number, text in enumerate(content.splitlines(), 1):
         place = f"{path}:{number}"
         try:
             words = shlex.split(text, comments=True)

@@ -67,7 +67,8 @@ def read_pictures(folders: Iterable[Path]) -> list[FeaturePictures]:
             title, table = _TABLES[name]
             try:
                 text = table(json.loads(path.read_text(encoding="utf-8")))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
+                    RecursionError) as error:  # fmt: skip
                 raise InputError(f"{path} is damaged: {error!r}") from error
             found.append(FeaturePictures(title, text, picture if picture.is_file() else None))
     return found
