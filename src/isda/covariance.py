@@ -40,6 +40,8 @@ class Estimator(Protocol):
     def update(self, features: Tensor, target: Tensor) -> None:
         """Merge a batch into the statistics; skip samples with a negative target.
 
+        The criterion sets the features of skipped samples to 0.
+
         Shape:
             features (N, A), target (N,).
         """

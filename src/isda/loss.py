@@ -9,12 +9,14 @@ from torch.nn import functional as F
 
 from isda import checks, distributed, functional, ops
 from isda.checks import BAD_TARGET, OVERFLOW, SKIP
-from isda.covariance import Estimator, FullCovariance
+from isda.covariance import COVARIANCES, Estimator, FullCovariance
 from isda.criterion import Criterion, Ramp
 from isda.distributed import ShardedCovariance
 from isda.functional.losses import Reduction, flatten, flatten_target
 
 __all__ = ["ISDALoss"]
+
+_BUILT_IN = (*COVARIANCES.values(), ShardedCovariance)
 
 
 class ISDALoss(Criterion):
@@ -198,7 +200,7 @@ class ISDALoss(Criterion):
         self._require_call(True, features=features, target=target)
         batch = self._gather(flatten(features), flatten_target(target), None, True)
         batch, _, _ = self._count_step(batch, target, 0.0, False)
-        self.estimator.update(batch.features, batch.index)
+        self._merge(batch)
         if checks.known_on_host(features):
             self.check()
 
@@ -220,7 +222,13 @@ class ISDALoss(Criterion):
             ValueError: a batch with bad features or a bad target, which was left out.
             FloatingPointError: a loss that is not finite.
         """
-        self._raise(int(self.problem))
+        problem = int(self.problem)
+        if not problem:
+            return
+        self.problem.zero_()
+        if problem == OVERFLOW:
+            raise FloatingPointError(checks.overflow_message(*self.overflow.tolist()))
+        raise ValueError(checks.problem_message(problem, self.num_classes, self.ignore_index))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Buffers of the criterion and its estimator; calls :meth:`check` first."""
@@ -256,7 +264,11 @@ class ISDALoss(Criterion):
             # the loss of one rank may have been infinite in the last step
             problem = int(self.problem) if index.device.type == "cpu" else 0
             size, problem = distributed.agree(size, problem, group)
-            self._raise(problem)
+            if problem:
+                self.check()  # raises if it was this rank
+                raise ValueError(
+                    checks.problem_message(problem, self.num_classes, self.ignore_index)
+                )
         if learn:
             features, index = distributed.gather_batch(features, index, group, size=size)
         else:
@@ -289,6 +301,13 @@ class ISDALoss(Criterion):
             scale = torch.where(scale == 0, 0.0, batch.world_size / total)
         return batch._replace(index=index), scale, strength
 
+    def _merge(self, batch: "_Batch") -> None:
+        """Update the statistics."""
+        features = batch.features
+        if type(self.estimator) not in _BUILT_IN:  # another one may multiply NaN by 0
+            features = torch.where(batch.index[:, None] < 0, 0.0, features)
+        self.estimator.update(features, batch.index)
+
     def _update(
         self,
         batch: "_Batch",
@@ -314,7 +333,7 @@ class ISDALoss(Criterion):
                 estimator.precision,
             )
         if learn:
-            estimator.update(batch.features, batch.index)
+            self._merge(batch)
         label = torch.arange(self.num_classes, device=own.device) if soft else own.clamp(min=0)
         if covariance_index is None:
             return estimator.quadratic(weight, label)
@@ -326,15 +345,6 @@ class ISDALoss(Criterion):
         options["covariance_index"] = options["covariance_index"].repeat_interleave(len(label))
         rows = estimator.quadratic(weight, label.repeat(len(own)), **options)
         return rows.view(len(own), len(label), len(label))
-
-    def _raise(self, problem: int) -> None:
-        """Raise the error of a problem number, if any."""
-        if not problem:
-            return
-        self.problem.zero_()
-        if problem == OVERFLOW and self.overflow.any():
-            raise FloatingPointError(checks.overflow_message(*self.overflow.tolist()))
-        raise ValueError(checks.problem_message(problem, self.num_classes, self.ignore_index))
 
 
 class _Batch(NamedTuple):
