@@ -289,7 +289,8 @@ class AttachedLoss(nn.Module):
 
     def _refuse(self) -> None:
         """Make the other ranks raise, too, instead of waiting for this one."""
-        if self.training and hasattr(self.criterion, "refuse"):
+        training = self.training and all(head.training for head in self.heads)
+        if training and hasattr(self.criterion, "refuse"):
             self.criterion.refuse()
 
     def _require_pair(
