@@ -24,7 +24,8 @@ class ISDALoss(Criterion):
 
     Every call in training mode merges the batch into the statistics of its classes and returns
     :func:`isda.functional.isda_cross_entropy` at the strength λ = λ₀ · progress. In eval mode it is
-    ordinary cross entropy and changes nothing. All state is buffers.
+    ordinary cross entropy and changes nothing. In the statistics, a sample with class probabilities
+    counts for its most probable class. All state is buffers.
 
     With an initialised process group, the features of all ranks are gathered, so the statistics
     equal those of one process. The mean is taken over the samples of all ranks (a rank returns
@@ -56,8 +57,7 @@ class ISDALoss(Criterion):
     Shape:
         features (N, A) or (N, A, ...), weight (C, A), target (N,) or (N, ...) class indices, or (N,
         C) or (N, C, ...) class probabilities; output () or, with reduction "none", the shape of
-        class indices. In the statistics, a sample with class probabilities counts for its most
-        probable class.
+        class indices.
 
     Example:
         >>> criterion = ISDALoss(num_features=8, num_classes=3, lambda_0=0.5, total_steps=100)
@@ -163,7 +163,7 @@ class ISDALoss(Criterion):
         with torch.autocast(features.device.type, enabled=False):
             batch = self._gather(features.detach(), target, covariance_index, learn)
             batch, scale, strength = self._count_step(batch, target, progress, update)
-            quadratic = self._update(batch, weight, target, covariance_index, learn)
+            quadratic = self._update_and_quadratic(batch, weight, target, covariance_index, learn)
             if self.max_shift is not None:
                 quadratic = functional.limit_shift(quadratic, strength, self.max_shift)
             loss = ops.isda_cross_entropy(
@@ -259,7 +259,7 @@ class ISDALoss(Criterion):
         world_size = distributed.world_size(group) if self.synchronize else 1
         if world_size == 1:
             return _Batch(features, index, slice(None), 1)
-        number = size = len(index)
+        number = size = len(index)  # of this rank; size becomes the largest of all
         if not torch.compiler.is_compiling():
             # the loss of one rank may have been infinite in the last step
             problem = int(self.problem) if index.device.type == "cpu" else 0
@@ -302,13 +302,13 @@ class ISDALoss(Criterion):
         return batch._replace(index=index), scale, strength
 
     def _merge(self, batch: "_Batch") -> None:
-        """Update the statistics."""
+        """Merge the batch into the statistics."""
         features = batch.features
         if type(self.estimator) not in _BUILT_IN:  # another one may multiply NaN by 0
             features = torch.where(batch.index[:, None] < 0, 0.0, features)
         self.estimator.update(features, batch.index)
 
-    def _update(
+    def _update_and_quadratic(
         self,
         batch: "_Batch",
         weight: Tensor,
@@ -316,9 +316,10 @@ class ISDALoss(Criterion):
         covariance_index: Tensor | None,
         learn: bool,
     ) -> Tensor:
-        """Update the statistics, then the variance of every logit margin of this rank's samples.
+        """Update the statistics, and return the variance of every logit margin of this rank.
 
-        For class probabilities the margins are relative to every label.
+        It has a row for each sample; for class probabilities, a row for each label, or with
+        ``covariance_index`` for each sample and label.
         """
         soft, own = target.is_floating_point(), batch.index[batch.own]
         estimator = self.estimator
