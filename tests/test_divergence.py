@@ -119,22 +119,28 @@ def two_ranks(rank: int, world: int, folder: str) -> None:
         ("one label", ISDALoss(A, C, ramp="constant"), batch(cpu)[1]),
         ("labels", ISDABCEWithLogitsLoss(A, C, ramp="constant"), labels),
     ):
-        try:
-            for size in (1.0, 1e20 if rank == 1 else 1.0, 1.0):
-                criterion(batch(cpu)[0], weight(cpu, size), target)
-        except (ValueError, FloatingPointError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        dist.barrier()
+        found[name] = []
+        for bad in (1, 0):
+            try:
+                for size in (1.0, 1e20 if rank == bad else 1.0, 1.0):
+                    criterion(batch(cpu)[0], weight(cpu, size), target)
+            except (ValueError, FloatingPointError) as error:
+                found[name].append(f"{type(error).__name__}: {error}")
+            dist.barrier()
     torch.save(found, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.mark.ddp
 def test_all_ranks_raise(tmp_path):
+    """First because of the second rank, later because of the first."""
+    other = "ValueError: the loss of another rank is no longer finite"
+    own = "FloatingPointError: the loss is no longer finite"
     first, second = results_of(two_ranks, 2, tmp_path)
     for name in ("one label", "labels"):
-        assert first[name].startswith("ValueError: the loss of another rank is no longer finite")
-        assert second[name].startswith("FloatingPointError: the loss is no longer finite")
+        for messages, starts in ((first[name], (other, own)), (second[name], (own, other))):
+            for message, start in zip(messages, starts, strict=True):
+                assert message.startswith(start), name
 
 
 # max_shift
@@ -151,6 +157,10 @@ def test_limited_shift():
     inner = quadratic[:, 1:4].clone().requires_grad_()
     functional.limit_shift(inner, 0.5, 2.0).sum().backward()
     assert inner.grad.tolist() == [[1, 1, 0]]
+    for value, expected in ((0.0, 0.0), (0.5, -16.0)):  # 2 · 2 / λ has the slope −4 / λ²
+        strength = torch.tensor(value, requires_grad=True)
+        functional.limit_shift(inner, strength, 2.0).sum().backward()
+        assert strength.grad == expected
 
 
 @pytest.mark.parametrize("kind", [ISDALoss, ISDABCEWithLogitsLoss])

@@ -669,6 +669,24 @@ def test_sample_of_variances_is_compiled() -> None:
     assert compiled(x.features, x.target, variance, strength=0.3).shape == (1, 3, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_probabilities_are_not_rounded_again(dtype, device):
+    """1 − y and smoothed probabilities are computed in float32."""
+    target = torch.tensor([[0.3, 0.7], [0.9, 0.1]], device=device).to(dtype)
+    logits = torch.tensor([[1.0, -2.0], [0.5, 3.0]], device=device)
+    losses = {
+        "cross_entropy": lambda y: functional.cross_entropy(logits, y, label_smoothing=0.1),
+        "isda_cross_entropy": lambda y: functional.isda_cross_entropy(
+            logits, y, torch.ones_like(logits), strength=0.5, label_smoothing=0.1
+        ),
+        "isda_binary_cross_entropy": lambda y: functional.isda_binary_cross_entropy(
+            logits, y, torch.ones_like(logits), strength=0.5
+        ),
+    }
+    for name, loss in losses.items():
+        assert loss(target) == loss(target.float()), name
+
+
 def test_soft_loss_of_bfloat16_logits(device):
     """Computed in the dtype of the quadratic term."""
     x = draw(64, 5, 4, dtype=torch.float32, device=device)

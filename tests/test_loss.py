@@ -415,10 +415,32 @@ def test_estimator_of_ones_own(device):
     )
     close(call(criterion, x, target), reference.mean_loss(losses))
     features, index = estimator.batches[0]
-    assert torch.equal(features, x.features)
+    assert torch.equal(features[1:], x.features[1:])
+    assert not features[0].any()  # it is skipped
     assert index.tolist() == [-1, *x.target[1:].tolist()]
     assert set(criterion.state_dict()) == {"step"}
     criterion.load_state_dict(criterion.state_dict())
+
+
+@pytest.mark.parametrize("method", ["__call__", "update"])
+def test_a_bad_batch_does_not_reach_an_estimator_of_ones_own(method: str, device) -> None:
+    """It may multiply the features of skipped samples by 0, which leaves NaN."""
+    x = batch(device)
+    estimator = Isotropic()
+    criterion = make(device, covariance=estimator, ramp="constant")
+    features = x.features.clone()
+    features[2, 1] = torch.nan
+    weight = (x.weight,) if method == "__call__" else ()
+
+    def step() -> None:
+        getattr(criterion, method)(features, *weight, x.target)
+        criterion.check()  # where a GPU raises
+
+    with pytest.raises(ValueError, match="features must be finite"):
+        step()
+    ((seen, index),) = estimator.batches
+    assert not seen.any()
+    assert (index == -1).all()
 
 
 def test_estimator_object_is_used_as_it_is(device):

@@ -297,6 +297,12 @@ def test_two_heads_that_are_summed(bias, device):
         ((3, 7, A), (2, 7, C), (2, 7), "of the last batch of the model, 3 samples, got shape (2,"),
         ((3, 7, A), (3, 7, C + 1), (3, 7), "logits must have 5 classes, like the attached layer"),
         ((3, 7, A), (3, 4, C), (3, 4), "logits must have shape (3, 5, 7) for features of shape"),
+        (
+            (3, A),
+            (),
+            (3,),
+            "logits must have shape (3, 5) for features of shape (3, 4), got shape ()",
+        ),
         ((A,), (C,), (), "must have a batch dimension, got shape (4,)"),
         ((3, 2, 2, 2, 2, A), (3, C, 4, 4, 4, 4), (3, 4, 4, 4, 4), "of 4 dimensions cannot be res"),
     ],

@@ -27,6 +27,7 @@ ATTACHED = {  # and in a call of an attached criterion
     "changed logits": lambda model, x: 2 * model(x),
     "fewer logits": lambda model, x: model(x)[1:],
     "no pass": lambda model, x: torch.zeros(N, C),
+    "a loss": lambda model, x: model(x).sum(),
 }
 OTHER = "another rank refused its batch"
 
@@ -34,7 +35,7 @@ OTHER = "another rank refused its batch"
 def message_of(function: Any, *args: Any, **options: Any) -> str:
     try:
         function(*args, **options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return str(error)
     return ""
 
@@ -75,6 +76,13 @@ def work(rank: int, world: int, folder: str) -> None:
         messages[name] = message_of(attached, logits, call["target"])
         model(call["features"])
         attached._captures[0].features = None
+        dist.barrier()  # so that a rank that waits for the next refusal fails
+    model.eval()  # nothing is exchanged, so the first rank does not hear of the error
+    call = draw(rank)
+    logits = model(call["features"])
+    messages["eval"] = message_of(attached, [logits] if rank == 1 else logits, call["target"])
+    dist.barrier()
+    model.train()
     binary = isda.ISDABCEWithLogitsLoss(A, C, ramp="constant")
     labels = torch.ones(N, C)[rank:]  # too few on the second rank
     call = draw(rank)
@@ -93,6 +101,8 @@ def test_all_ranks_refuse(tmp_path: Path) -> None:
         assert OTHER in first["messages"][name], name
         assert second["messages"][name], name
         assert OTHER not in second["messages"][name], name
+    assert not first["messages"]["eval"]
+    assert "logits must be a tensor, got list" in second["messages"]["eval"]
     for record in (first, second):
         close(*record["states"])
         assert not any(count.any() for count in record["counts"])

@@ -288,7 +288,8 @@ class AttachedLoss(nn.Module):
 
     def _refuse(self) -> None:
         """Make the other ranks raise, too, instead of waiting for this one."""
-        if self.training and hasattr(self.criterion, "refuse"):
+        training = self.training and all(head.training for head in self.heads)
+        if training and hasattr(self.criterion, "refuse"):
             self.criterion.refuse()
 
     def _require_pair(
@@ -301,9 +302,9 @@ class AttachedLoss(nn.Module):
     ) -> Rows:
         """Rows of features and logits, if the logits are computed from the features.
 
-        On a CPU up to 1024 rows are compared. On a GPU, and when compiled, it is the first row and
-        64 classes; the error is kept in ``mismatch``, and NaN features keep the batch out of the
-        statistics.
+        On a CPU up to 1024 rows are compared. On a GPU and under ``torch.compile``, one row and 64
+        classes are compared, a mismatch is recorded in ``mismatch``, and the features become NaN,
+        so that the batch is left out of the statistics.
         """
         parts: list[Tensor] = []
         for capture, part in zip(self._captures, captured, strict=True):

@@ -53,7 +53,7 @@ class Capture:
                 "the input of the attached layer must be a plain tensor, got a DTensor: gather "
                 "it before the layer (tensor parallelism is not supported)"
             )
-        self.features, self.missing = features, "used"  # as soon as the criterion takes them
+        self.features, self.missing = features, "used"  # the reason once they are taken
 
     def explain(self) -> str:
         """Why there are no features."""

@@ -110,7 +110,8 @@ def require_call(
         features: input of the final linear layer.
         target: class indices or class probabilities.
         progress: t/T.
-        others: "weight", "bias", "logits", "covariance_index", and "criterion", any buffer of it.
+        others: "weight", "bias", "logits", "covariance_index", and as "criterion" any of its
+            buffers, which must be on the same device.
     """
     tensors = {"features": features, "target": target, **others}
     for name, tensor in tensors.items():
@@ -187,7 +188,7 @@ def logits_differ(
         bias: of the layer.
         logits: to be compared with the output of the layer.
         at_once: True to compare up to 1024 samples, False for one sample and 64 classes. It is a
-            sample from the middle: in a corner of a map, all kinds of resizing agree.
+            sample from the middle, because all kinds of resizing agree in a corner of a map.
 
     Shape:
         features (N, A), weight (C, A), bias (C,), logits (N, C); output (), bool.

@@ -23,6 +23,7 @@ __all__ = [
     "FullCovariance",
     "IdentityCovariance",
     "SharedCovariance",
+    "align_rows",
     "require_covariance_index",
 ]
 
@@ -39,6 +40,8 @@ class Estimator(Protocol):
 
     def update(self, features: Tensor, target: Tensor) -> None:
         """Merge a batch into the statistics; skip samples with a negative target.
+
+        The criterion sets the features of skipped samples to 0.
 
         Shape:
             features (N, A), target (N,).
@@ -146,7 +149,13 @@ class Covariance(nn.Module):
                 raise ValueError(f"{prefix + name} must be finite, got a damaged checkpoint")
 
     def _register_moments(self, *shape: int, covariance: str, square: bool) -> None:
-        """Buffers ``count``, ``mean`` and the covariance, with the shape of the former."""
+        """Register the buffers of :class:`isda.functional.Moments`.
+
+        Args:
+            shape: of ``count``: (C,), or () for all classes together.
+            covariance: name of the third buffer.
+            square: True for covariances (A, A), False for variances (A,).
+        """
         width = self.num_features
         self.register_buffer("count", torch.zeros(shape, dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(*shape, width, dtype=torch.float64))
@@ -241,7 +250,7 @@ class FullCovariance(_ClassCovariance):
             raise ValueError(f"precision must be 'high' or 'medium', got {precision!r}")
         self.precision = precision
         self._register_moments(num_classes, covariance="covariance", square=True)
-        self.covariance = _align(self.covariance)
+        self.covariance = align_rows(self.covariance)
 
     def quadratic(
         self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
@@ -260,18 +269,18 @@ class FullCovariance(_ClassCovariance):
 
     def grow(self, num_classes: int) -> None:
         super().grow(num_classes)
-        self.covariance = _align(self.covariance)
+        self.covariance = align_rows(self.covariance)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, precision={self.precision!r}"
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self.covariance = _align(self.covariance)
+        self.covariance = align_rows(self.covariance)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FullCovariance":
         super()._apply(fn, recurse)
-        self.covariance = _align(self.covariance)
+        self.covariance = align_rows(self.covariance)
         return self
 
 
@@ -357,7 +366,7 @@ COVARIANCES: dict[str, type[Covariance]] = {
 }
 
 
-def _align(covariance: Tensor) -> Tensor:
+def align_rows(covariance: Tensor) -> Tensor:
     """On CUDA, pad rows to a multiple of 64 bytes, so that the kernels use vector loads."""
     number, width, _ = covariance.shape
     if not (covariance.is_cuda and width % 16 and covariance.stride(1) == width):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from isda import ops
 from isda.checks import REFUSED, SKIP
-from isda.covariance import FullCovariance, Precision, _align
+from isda.covariance import FullCovariance, Precision, align_rows
 
 __all__ = [
     "ShardedCovariance",
@@ -183,7 +183,7 @@ class ShardedCovariance(FullCovariance):
         self.first_class, number = self._block(self.rank)
         for name, buffer in self.named_buffers():
             setattr(self, name, torch.zeros(number, *buffer.shape[1:], dtype=buffer.dtype))
-        self.covariance = _align(self.covariance)
+        self.covariance = align_rows(self.covariance)
         if self.world_size > 1:  # identifies the checkpoint of each rank
             classes = torch.arange(self.first_class, self.first_class + number)
             self.register_buffer("classes", classes)

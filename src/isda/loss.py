@@ -9,12 +9,14 @@ from torch.nn import functional as F
 
 from isda import checks, distributed, functional, ops
 from isda.checks import BAD_TARGET, OVERFLOW, SKIP
-from isda.covariance import Estimator, FullCovariance
+from isda.covariance import COVARIANCES, Estimator, FullCovariance
 from isda.criterion import Criterion, Ramp
 from isda.distributed import ShardedCovariance
 from isda.functional.losses import Reduction, flatten, flatten_target
 
 __all__ = ["ISDALoss"]
+
+_BUILT_IN = (*COVARIANCES.values(), ShardedCovariance)
 
 
 class ISDALoss(Criterion):
@@ -22,7 +24,8 @@ class ISDALoss(Criterion):
 
     Every call in training mode merges the batch into the statistics of its classes and returns
     :func:`isda.functional.isda_cross_entropy` at the strength λ = λ₀ · progress. In eval mode it is
-    ordinary cross entropy and changes nothing. All state is buffers.
+    ordinary cross entropy and changes nothing. In the statistics, a sample with class probabilities
+    counts for its most probable class. All state is buffers.
 
     With an initialised process group, the features of all ranks are gathered, so the statistics
     equal those of one process. The mean is taken over the samples of all ranks (a rank returns
@@ -54,8 +57,7 @@ class ISDALoss(Criterion):
     Shape:
         features (N, A) or (N, A, ...), weight (C, A), target (N,) or (N, ...) class indices, or (N,
         C) or (N, C, ...) class probabilities; output () or, with reduction "none", the shape of
-        class indices. In the statistics, a sample with class probabilities counts for its most
-        probable class.
+        class indices.
 
     Example:
         >>> criterion = ISDALoss(num_features=8, num_classes=3, lambda_0=0.5, total_steps=100)
@@ -161,7 +163,7 @@ class ISDALoss(Criterion):
         with torch.autocast(features.device.type, enabled=False):
             batch = self._gather(features.detach(), target, covariance_index, learn)
             batch, scale, strength = self._count_step(batch, target, progress, update)
-            quadratic = self._update(batch, weight, target, covariance_index, learn)
+            quadratic = self._update_and_quadratic(batch, weight, target, covariance_index, learn)
             if self.max_shift is not None:
                 quadratic = functional.limit_shift(quadratic, strength, self.max_shift)
             loss = ops.isda_cross_entropy(
@@ -198,7 +200,7 @@ class ISDALoss(Criterion):
         self._require_call(True, features=features, target=target)
         batch = self._gather(flatten(features), flatten_target(target), None, True)
         batch, _, _ = self._count_step(batch, target, 0.0, False)
-        self.estimator.update(batch.features, batch.index)
+        self._merge(batch)
         if checks.known_on_host(features):
             self.check()
 
@@ -220,7 +222,13 @@ class ISDALoss(Criterion):
             ValueError: a batch with bad features or a bad target, which was left out.
             FloatingPointError: a loss that is not finite.
         """
-        self._raise(int(self.problem))
+        problem = int(self.problem)
+        if not problem:
+            return
+        self.problem.zero_()
+        if problem == OVERFLOW:
+            raise FloatingPointError(checks.overflow_message(*self.overflow.tolist()))
+        raise ValueError(checks.problem_message(problem, self.num_classes, self.ignore_index))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Buffers of the criterion and its estimator; calls :meth:`check` first."""
@@ -251,12 +259,16 @@ class ISDALoss(Criterion):
         world_size = distributed.world_size(group) if self.synchronize else 1
         if world_size == 1:
             return _Batch(features, index, slice(None), 1)
-        number = size = len(index)
+        number = size = len(index)  # of this rank; size becomes the largest of all
         if not torch.compiler.is_compiling():
             # the loss of one rank may have been infinite in the last step
             problem = int(self.problem) if index.device.type == "cpu" else 0
             size, problem = distributed.agree(size, problem, group)
-            self._raise(problem)
+            if problem:
+                self.check()  # raises if it was this rank
+                raise ValueError(
+                    checks.problem_message(problem, self.num_classes, self.ignore_index)
+                )
         if learn:
             features, index = distributed.gather_batch(features, index, group, size=size)
         else:
@@ -289,7 +301,14 @@ class ISDALoss(Criterion):
             scale = torch.where(scale == 0, 0.0, batch.world_size / total)
         return batch._replace(index=index), scale, strength
 
-    def _update(
+    def _merge(self, batch: "_Batch") -> None:
+        """Merge the batch into the statistics."""
+        features = batch.features
+        if type(self.estimator) not in _BUILT_IN:  # another one may multiply NaN by 0
+            features = torch.where(batch.index[:, None] < 0, 0.0, features)
+        self.estimator.update(features, batch.index)
+
+    def _update_and_quadratic(
         self,
         batch: "_Batch",
         weight: Tensor,
@@ -297,9 +316,10 @@ class ISDALoss(Criterion):
         covariance_index: Tensor | None,
         learn: bool,
     ) -> Tensor:
-        """Update the statistics, then the variance of every logit margin of this rank's samples.
+        """Update the statistics, and return the variance of every logit margin of this rank.
 
-        For class probabilities the margins are relative to every label.
+        It has a row for each sample; for class probabilities, a row for each label, or with
+        ``covariance_index`` for each sample and label.
         """
         soft, own = target.is_floating_point(), batch.index[batch.own]
         estimator = self.estimator
@@ -314,7 +334,7 @@ class ISDALoss(Criterion):
                 estimator.precision,
             )
         if learn:
-            estimator.update(batch.features, batch.index)
+            self._merge(batch)
         label = torch.arange(self.num_classes, device=own.device) if soft else own.clamp(min=0)
         if covariance_index is None:
             return estimator.quadratic(weight, label)
@@ -326,15 +346,6 @@ class ISDALoss(Criterion):
         options["covariance_index"] = options["covariance_index"].repeat_interleave(len(label))
         rows = estimator.quadratic(weight, label.repeat(len(own)), **options)
         return rows.view(len(own), len(label), len(label))
-
-    def _raise(self, problem: int) -> None:
-        """Raise the error of a problem number, if any."""
-        if not problem:
-            return
-        self.problem.zero_()
-        if problem == OVERFLOW and self.overflow.any():
-            raise FloatingPointError(checks.overflow_message(*self.overflow.tolist()))
-        raise ValueError(checks.problem_message(problem, self.num_classes, self.ignore_index))
 
 
 class _Batch(NamedTuple):

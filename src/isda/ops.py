@@ -182,7 +182,7 @@ def _register(
 
 def _on_cuda(name: str, *args: Any) -> Any:
     """Call a Triton kernel on the device of its arguments, or plain torch if it does not run."""
-    first = args[0][2] if isinstance(args[0], list) else args[0]
+    first = args[0][2] if isinstance(args[0], list) else args[0]  # the covariance of moments
     function = getattr(_backend(first), name)
     with torch.cuda.device_of(first):  # Triton launches on the current device
         return function(*args)

@@ -209,7 +209,7 @@ def _shape_message(
             f"logits must have {num_classes} classes, like the attached layer of "
             f"{features.shape[1]} features, {found}; pass head= if the model ends in another layer"
         )
-    if len(logits) != len(features):
+    if logits.dim() > 0 and len(logits) != len(features):
         return (
             f"logits must be of the last batch of the model, {len(features)} samples, {found}; if "
             "the model makes several passes for one loss, join them into one"

@@ -61,7 +61,8 @@ def limit_shift(quadratic: Tensor, strength: float | Tensor, max_shift: float) -
         quadratic (N, C); output (N, C).
     """
     if isinstance(strength, Tensor):
-        return torch.minimum(quadratic, (2 * max_shift / strength).to(quadratic.dtype))
+        positive = torch.where(strength > 0, strength, 0.0)  # no NaN gradient of 1 / 0
+        return torch.minimum(quadratic, (2 * max_shift / positive).to(quadratic.dtype))
     return quadratic.clamp(max=2 * max_shift / strength) if strength else quadratic
 
 
@@ -203,6 +204,7 @@ def isda_binary_cross_entropy(
     Shape:
         logits (N, C), target (N, C), quadratic (N, C); output () or (N, C).
     """
+    target = target.to(torch.promote_types(target.dtype, quadratic.dtype))  # 1 − y is exact
     positive = target * F.softplus(isda_logits(-logits, quadratic, strength))
     if pos_weight is not None:
         positive = positive * pos_weight
@@ -239,8 +241,10 @@ def cross_entropy(
         () or the shape of class indices.
     """
     require_reduction(reduction)
-    soft = target.is_floating_point()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    soft = target.is_floating_point()
+    if soft:
+        target = target.to(torch.promote_types(target.dtype, logits.dtype))
     losses = F.cross_entropy(
         logits,
         target,
@@ -286,6 +290,7 @@ def _weigh(
         bound = bound * class_weight
     spread = label_smoothing / bound.shape[1]
     if target.is_floating_point():
+        target = target.to(torch.promote_types(target.dtype, bound.dtype))
         losses = (((1 - label_smoothing) * target + spread) * bound).sum(1)
         return losses, torch.ones_like(losses)
     valid = target != ignore_index
