@@ -77,11 +77,12 @@ def test_measured_once(data, monkeypatch, tmp_path: Path, capsys) -> None:
     # known for fewer runs and for other losses, too
     assert [width(bench, runs, 6, options, method="lq") for runs in (10, 7, 6, 5)] == [6, 6, 6, 5]
     assert bench.timed == [4, 6, 8]
-    # another batch size is measured, and so is the first one if the file is damaged
+    # other batch and image sizes are measured, and so is the first one if the file is damaged
     assert width(bench, 10, 6, options, batch_size=15) == 6
-    assert len(bench.timed) == 6
+    assert width(bench, 10, 6, options, image_size=64) == 6
+    assert len(bench.timed) == 9
     path = tmp_path / "runs" / "side_by_side.json"
-    assert len(json.loads(path.read_text())) == 2
+    assert len(json.loads(path.read_text())) == 3
     keys = json.loads(path.read_text())
     wrong: list[object] = ["no", {}, {"0": 1.0}, {"-6": 1.0}, {"6": "1"}, {"6": -1.0}]
     wrong += [{"4": math.nan, "6": 1.0}, {"6": True}, {"6": 10**400}, {"six": 1.0}, [6]]

@@ -151,5 +151,6 @@ def _read(path: Path) -> dict[str, dict[int, float]]:
 def _key(recipe: Recipe, device: torch.device) -> str:
     """What the measurement depends on; the loss hardly changes it."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    parts = [name, recipe.network, recipe.data, recipe.batch_size, recipe.precision]
-    return " ".join(map(str, [*parts, recipe.compile, torch.__version__, __version__]))
+    fields = ("network", "data", "image_size", "batch_size", "precision", "compile")
+    parts = [name, *(getattr(recipe, field) for field in fields)]
+    return " ".join(map(str, [*parts, torch.__version__, __version__]))
