@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda import checks, distributed, functional
+from isda.checks import BAD_FEATURES, BAD_TARGET, LARGEST, OVERFLOW, SKIP
 from isda.covariance import Covariance, require_covariance_index
 from isda.criterion import Criterion, Ramp
 from isda.functional.losses import Reduction
@@ -190,7 +191,7 @@ class ISDABCEWithLogitsLoss(Criterion):
     ) -> None:
         """Raise on all ranks if the loss of one is not finite at λ > 0."""
         bad = bool(not loss.isfinite().all() and strength > 0)
-        problem = checks.OVERFLOW if bad else 0
+        problem = OVERFLOW if bad else 0
         if world_size > 1:
             _, problem = distributed.agree(0, problem, self.process_group)
         if bad:
@@ -210,21 +211,19 @@ class ISDABCEWithLogitsLoss(Criterion):
 
     def _update(self, features: Tensor, target: Tensor, world_size: int, learn: bool) -> None:
         """Merge every sample of all ranks into the statistics of each of its classes."""
-        problem = int(not (features.abs() < checks.LARGEST).all())
-        if not ((target >= 0) & (target <= 1)).all():  # false for NaN
-            problem = 2
+        problem = 0
+        if not (features.abs() < LARGEST).all():  # false for NaN
+            problem = SKIP - BAD_FEATURES
+        if not ((target >= 0) & (target <= 1)).all():
+            problem = SKIP - BAD_TARGET
         rows, classes = (target > 0.5).nonzero(as_tuple=True)
         size = len(rows)
         if world_size > 1:
             size, problem = distributed.agree(size, problem, self.process_group)
-        if problem == checks.REFUSED:
-            raise ValueError(checks.problem_message(problem, self.num_classes, -100))
-        if problem == 1:
-            raise ValueError(
-                f"features must be finite: found NaN, or values of {checks.LARGEST:g} or more"
-            )
-        if problem == 2:
+        if problem == SKIP - BAD_TARGET:
             raise ValueError("target must be in [0, 1]: found values out of range, or NaN")
+        if problem:
+            raise ValueError(checks.problem_message(problem, self.num_classes, -100))
         if learn:
             features = features[rows]  # one row for each label
             if world_size > 1:
