@@ -725,3 +725,30 @@ def test_everything_on_one_device() -> None:
         criterion(x.features, x.weight, x.target.to("meta"))
     with pytest.raises(ValueError, match="criterion must be on the device of the features, cpu"):
         criterion.to("meta")(x.features, x.weight, x.target)
+
+
+# λ = 0, and states that would make it negative
+
+
+@structures
+@pytest.mark.parametrize("options", [{"lambda_0": 0.0}, {"progress": 0.0}])
+def test_no_strength_is_cross_entropy_although_the_quadratic_term_overflows(
+    structure, options, device
+):
+    x = batch(device)
+    weight = (1e20 * x.weight).requires_grad_()
+    criterion = make(device, covariance=structure, lambda_0=options.get("lambda_0", 0.5))
+    loss = criterion(x.features, weight, x.target, progress=options.get("progress"))
+    expected = F.cross_entropy(x.features @ weight.T, x.target)
+    torch.testing.assert_close(loss, expected)
+    gradients = [torch.autograd.grad(one, weight)[0] for one in (loss, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("step", [-1, -9, 3.5])
+def test_a_step_that_cannot_be_is_not_loaded(step):
+    criterion = ISDALoss(A, C, lambda_0=1.0, total_steps=10)
+    state = criterion.state_dict() | {"step": torch.tensor(step)}
+    with pytest.raises(ValueError, match=r"step must be a whole number >= 0, got "):
+        criterion.load_state_dict(state)
+    assert criterion.step == 0

@@ -146,7 +146,8 @@ class Covariance(nn.Module):
             low, high = state[prefix + name].aminmax() if buffer.numel() else (0, 0)
             least = 0 if name == "count" else -torch.finfo(torch.float32).max
             if not (least <= low and high < math.inf):  # false for NaN
-                raise ValueError(f"{prefix + name} must be finite, got a damaged checkpoint")
+                what = ">= 0" if name == "count" else "finite"
+                raise ValueError(f"{prefix + name} must be {what}, got a damaged checkpoint")
 
     def _register_moments(self, *shape: int, covariance: str, square: bool) -> None:
         """Register the buffers of :class:`isda.functional.Moments`.

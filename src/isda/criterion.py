@@ -139,9 +139,12 @@ class Criterion(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        if isinstance(self.estimator, Covariance) and prefix + "step" in state_dict:
-            # before the step count is overwritten
-            self.estimator.check_state(state_dict, prefix + "estimator.")
+        step = state_dict.get(prefix + "step")
+        if step is not None:
+            if step.is_floating_point() or step < 0:
+                raise ValueError(f"{prefix}step must be a whole number >= 0, got {step}")
+            if isinstance(self.estimator, Covariance):  # before the step count is overwritten
+                self.estimator.check_state(state_dict, prefix + "estimator.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

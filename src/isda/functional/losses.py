@@ -41,7 +41,8 @@ def isda_logits(logits: Tensor, quadratic: Tensor, strength: float | Tensor) -> 
     Shape:
         logits (N, C), quadratic (N, C); output (N, C).
     """
-    quadratic = quadratic.clamp(max=torch.finfo(quadratic.dtype).max)  # 0 · inf would be NaN
+    # 0 · inf would be NaN
+    quadratic = torch.where(quadratic.isfinite() | (strength != 0), quadratic, 0.0)
     return logits + 0.5 * strength * quadratic
 
 
