@@ -535,7 +535,7 @@ def test_command(tmp_path: Path, device: torch.device, capsys: pytest.CaptureFix
         ("--networks resnet8 --batch-size 1", "batch_size must be >= 2, got 1"),
         ("--networks resnet8 --steps 0", "steps must be >= 1, got 0"),
         ("--networks resnet8 --repeats 0", "repeats must be >= 1, got 0"),
-        ("--networks resnet8 --out .", "cannot be written: Is a directory"),
+        ("--networks resnet8 --out .", "is a folder: give the path of a file"),
     ],
 )
 def test_errors_of_the_command(

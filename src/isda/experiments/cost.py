@@ -93,7 +93,7 @@ def show_costs(given: CostArguments) -> None:
             kept = measured_lines(given.out) if given.out.exists() else []
             done = {tuple(line.get(name, "") for name in _SETTING) for line in kept}
             networks = [name for name in networks if _setting(name, given, device) not in done]
-        elif given.out is not None and given.out.exists():
+        elif given.out is not None and given.out.is_file():
             raise InputError(f"{given.out} already exists: use --resume or a different --out")
         here = environment(device)
         theory = [theoretical_cost(network, **size) for network in networks]
