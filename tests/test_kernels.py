@@ -40,23 +40,6 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 precisions = pytest.mark.parametrize("precision", ["high", "medium"])
 
 
-@pytest.fixture(autouse=True)
-def _interpreter() -> None:
-    """Skip if the interpreter itself is broken, which the smallest kernel shows."""
-    if INTERPRETED and not _interpreter_works():
-        pytest.skip("this Triton's interpreter does not work with this NumPy")
-
-
-def _interpreter_works() -> bool:
-    try:
-        cuda.screen(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), 1, -100)
-    except TypeError as error:
-        if "only 0-dimensional arrays can be converted" in str(error):
-            return False
-        raise
-    return True
-
-
 def draw(
     shape: tuple[int, int, int], *, seed: int = 0, device: str = DEVICE
 ) -> tuple[Moments, Tensor, Tensor, Tensor]:
