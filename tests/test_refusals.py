@@ -21,6 +21,7 @@ FAULTS = {  # what the second rank does wrong in an explicit call
     "target": lambda call: call | {"target": call["target"].int()},
     "logits": lambda call: call | {"logits": torch.zeros(N, C + 1)},
     "progress": lambda call: call | {"progress": 1.5},
+    "dtype": lambda call: call | {"features": call["features"].double()},
     "index": lambda call: call | {"covariance_index": call["target"][1:]},
 }
 ATTACHED = {  # and in a call of an attached criterion
@@ -35,7 +36,7 @@ OTHER = "another rank refused its batch"
 def message_of(function: Any, *args: Any, **options: Any) -> str:
     try:
         function(*args, **options)
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
     return ""
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from isda import checks, distributed, functional
 from isda.covariance import COVARIANCES, Covariance, Estimator, require_covariance_index
@@ -121,6 +122,15 @@ class Criterion(nn.Module):
                 require_covariance_index(self.estimator)
         except (TypeError, ValueError):
             if exchange:
+                self.refuse()
+            raise
+
+    def _logits(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Output of the final linear layer, (N, A, ...) to (N, C, ...)."""
+        try:
+            return F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
+        except RuntimeError:  # dtypes that differ, or too little memory
+            if self.training:
                 self.refuse()
             raise
 

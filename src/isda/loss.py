@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from isda import checks, distributed, functional, ops
 from isda.checks import BAD_TARGET, OVERFLOW, SKIP
@@ -153,7 +152,7 @@ class ISDALoss(Criterion):
             covariance_index=covariance_index,
         )
         if logits is None:
-            logits = F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
+            logits = self._logits(features, weight, bias)
         if not self.training:
             return self.evaluate(logits, target)
         positions = features.shape[:1] + features.shape[2:]

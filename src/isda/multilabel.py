@@ -130,7 +130,7 @@ class ISDABCEWithLogitsLoss(Criterion):
             progress=progress,
         )
         if logits is None:
-            logits = F.linear(features, weight, bias)
+            logits = self._logits(features, weight, bias)
         with torch.autocast(features.device.type, enabled=False):
             if not self.training:
                 return self.evaluate(logits, target)
