@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from isda import FullCovariance, ISDALoss, checks, functional, ops
 from isda.functional import Moments
-from isda.kernels import cpu
+from isda.kernels import plain
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and not torch.cuda.is_available()
 if importlib.util.find_spec("triton") is None:
@@ -291,7 +291,7 @@ def test_screen(shape):
     index = cuda.screen(features, target, classes, -100)
     assert index[:6].tolist() == [-2, -2, -2, -3, -3, -1]
     assert torch.equal(index[6:], target[6:])
-    assert torch.equal(cpu.screen(features.cpu(), target.cpu(), classes, -100), index.cpu())
+    assert torch.equal(plain.screen(features.cpu(), target.cpu(), classes, -100), index.cpu())
 
 
 @pytest.mark.parametrize("bad", [0, checks.BAD_FEATURES, checks.BAD_TARGET])
@@ -300,7 +300,7 @@ def test_count_step(bad):
     if bad:
         index[1100] = bad
     results = []
-    for function, where in ((cuda.count_step, DEVICE), (cpu.count_step, "cpu")):
+    for function, where in ((cuda.count_step, DEVICE), (plain.count_step, "cpu")):
         for world_size, mean, total_steps in ((1, True, 20), (3, True, 20), (1, False, 4)):
             step, problem = torch.tensor(5, device=where), torch.tensor(0, device=where)
             values = function(step, problem, index.to(where), 0.5, total_steps, world_size, mean)
@@ -320,7 +320,7 @@ def test_count_step(bad):
 @pytest.mark.parametrize("value", [1.0, torch.inf, -torch.inf, torch.nan])
 def test_watch(value, size):
     results = []
-    for function, where in ((cuda.watch, DEVICE), (cpu.watch, "cpu")):
+    for function, where in ((cuda.watch, DEVICE), (plain.watch, "cpu")):
         for strength, before in ((0.3, 0), (0.0, 0), (0.3, 2)):
             problem = torch.tensor(before, device=where)
             overflow = torch.zeros(2, device=where)

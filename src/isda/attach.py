@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isda import checks, distributed, ops
-from isda.capture import Capture
 from isda.covariance import Estimator
 from isda.criterion import Criterion, Ramp
 from isda.functional.losses import Reduction
 from isda.heads import Head, LinearLayer, require_criterion, require_heads, require_model
+from isda.hook import Capture
 from isda.loss import ISDALoss
 from isda.pairing import Resizing, Rows, classes_second, pair_rows
 

@@ -20,7 +20,7 @@ from torch.library import CustomOpDef, custom_op
 from isda import functional
 from isda.functional import Moments
 from isda.functional.losses import Reduction, flatten, require_reduction
-from isda.kernels import Products, cpu
+from isda.kernels import Products, plain
 from isda.versions import HAS_KERNELS
 
 __all__ = [
@@ -173,8 +173,8 @@ def isda_cross_entropy(
 def _register(
     name: str, fake: Callable[..., Any], *, mutates_args: Iterable[str] = ()
 ) -> CustomOpDef:
-    """Make an operator of the function in ``kernels/cpu.py`` and its counterpart for CUDA."""
-    operator = custom_op(f"isda::{name}", getattr(cpu, name), mutates_args=mutates_args)
+    """Make an operator of the function in ``kernels/plain.py`` and its counterpart for CUDA."""
+    operator = custom_op(f"isda::{name}", getattr(plain, name), mutates_args=mutates_args)
     operator.register_kernel("cuda", functools.partial(_on_cuda, name))
     operator.register_fake(fake)
     return operator
@@ -193,7 +193,7 @@ def _backend(tensor: Tensor) -> Any:
         from isda.kernels import cuda  # imports Triton
 
         return cuda
-    return cpu
+    return plain
 
 
 def _fake_products(covariance: Tensor, weight: Tensor, target: Tensor, precision: str) -> Products:

@@ -1,6 +1,6 @@
 """The implementations of the operators in ``isda/ops.py``.
 
-``cpu`` is plain torch with loops over the classes of the batch, and runs on any device. ``cuda``
+``plain`` is plain torch with loops over the classes of the batch, and runs on any device. ``cuda``
 collects the Triton kernels, one file each:
 
 =====================  =============================================================================

@@ -27,7 +27,7 @@ _TILE = 64  # rows and columns of a covariance that a program holds
 
 
 def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: float) -> None:
-    """See ``isda.kernels.cpu.update_``."""
+    """See ``isda.kernels.plain.update_``."""
     count, _, covariance = moments
     full = covariance.dim() == 3
     if full:

@@ -1,4 +1,4 @@
-"""The operations of ``cpu.py`` as Triton kernels, and the fused cross entropy."""
+"""The operations of ``plain.py`` as Triton kernels, and the fused cross entropy."""
 
 from isda.kernels.covariance_update import update_
 from isda.kernels.cross_entropy import cross_entropy, cross_entropy_backward

@@ -40,7 +40,7 @@ _BATCH_ROWS = 4  # rows of a class that the fused kernel merges on the way
 
 
 def multiply(covariance: Tensor, weight: Tensor, target: Tensor, precision: str) -> Products:
-    """See ``isda.kernels.cpu.multiply``."""
+    """See ``isda.kernels.plain.multiply``."""
     found = class_statistics(target, len(covariance))
     covariance = covariance if has_regular_rows(covariance) else covariance.contiguous()
     return _multiply(covariance, found, weight, precision, None)
@@ -54,7 +54,7 @@ def update_and_multiply_(
     decay: float,
     precision: str,
 ) -> Products:
-    """See ``isda.kernels.cpu.update_and_multiply_``."""
+    """See ``isda.kernels.plain.update_and_multiply_``."""
     count, _, covariance = moments
     require_regular_rows(covariance)
     found = class_statistics(target, len(count), moments=moments, features=features, decay=decay)

@@ -12,7 +12,7 @@ __all__ = ["count_step", "screen", "watch"]
 
 
 def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    """See ``isda.kernels.cpu.screen``."""
+    """See ``isda.kernels.plain.screen``."""
     features, target = features.contiguous(), target.contiguous()
     index = torch.empty_like(target)
     if len(target):
@@ -39,7 +39,7 @@ def count_step(
     world_size: int,
     mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See ``isda.kernels.cpu.count_step``."""
+    """See ``isda.kernels.plain.count_step``."""
     valid = torch.empty_like(index)
     scale = torch.empty((), dtype=torch.float64, device=index.device)
     strength = torch.empty((), dtype=torch.float32, device=index.device)
@@ -63,7 +63,7 @@ def count_step(
 def watch(
     problem: Tensor, overflow: Tensor, loss: Tensor, quadratic: Tensor, strength: Tensor
 ) -> None:
-    """See ``isda.kernels.cpu.watch``."""
+    """See ``isda.kernels.plain.watch``."""
     if quadratic.numel():
         _watch[(1,)](
             problem,

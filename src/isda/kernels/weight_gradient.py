@@ -23,7 +23,7 @@ def quadratic_rows(
     slot: Tensor,
     classes: Tensor,
 ) -> Tensor:
-    """See ``isda.kernels.cpu.quadratic_rows``."""
+    """See ``isda.kernels.plain.quadratic_rows``."""
     num_classes = partial.shape[2]
     rows = partial.new_empty(len(target), num_classes)
     if len(target):
@@ -49,7 +49,7 @@ def weight_gradient(
     slot: Tensor,
     classes: Tensor,
 ) -> Tensor:
-    """See ``isda.kernels.cpu.weight_gradient``."""
+    """See ``isda.kernels.plain.weight_gradient``."""
     slots, num_classes, num_features = product.shape
     if not slots:
         return grad.new_zeros(num_classes, num_features)
