@@ -211,8 +211,9 @@ def test_torchrun(tmp_path: Path) -> None:
         assert run.recipe == other.recipe
         assert_close_runs(run, other)
 
-    # once more, both processes stop because of the run that only rank 0 sees
-    assert on_two(command_as_rank, words, tmp_path) == [2, 2]
+    # once more, both processes stop because of the run that only rank 0 sees; rank 0 says so and
+    # fails, and torchrun with it
+    assert on_two(command_as_rank, words, tmp_path) == [2, 0]
     first, second = ((tmp_path / f"stderr{rank}").read_text() for rank in range(WORLD))
     assert "already holds a run: use --resume" in first
     assert second == ""

@@ -17,7 +17,7 @@ from isda.experiments.training.groups import Plan
 from isda.experiments.training.images import ImageStore
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.training_step import Lane
-from isda.experiments.training.width import candidates, choose_width, fastest_width
+from isda.experiments.training.width import _read, candidates, choose_width, fastest_width
 
 RECIPE = replace(get_recipe("digits-resnet8-ce"), batch_size=16)
 DEVICE = torch.device("cpu")
@@ -38,6 +38,7 @@ class Bench:
     ) -> None:
         self.timed: list[int] = []
         self.data = data
+        self._lanes: list[Lane] = []
 
         def seconds(runner: SideBySide, size: int) -> float:
             number = len(runner.lanes)
@@ -49,7 +50,9 @@ class Bench:
         monkeypatch.setattr(SideBySide, "seconds_per_step", seconds)
 
     def lanes(self, number: int) -> Sequence[Lane]:
-        return [Lane(RECIPE, seed, self.data, DEVICE) for seed in range(number)]
+        for seed in range(len(self._lanes), number):
+            self._lanes.append(Lane(RECIPE, seed, self.data, DEVICE))
+        return self._lanes[:number]
 
 
 def test_choice() -> None:
@@ -83,15 +86,28 @@ def test_measured_once(data, monkeypatch, tmp_path: Path, capsys) -> None:
     assert len(bench.timed) == 9
     path = tmp_path / "runs" / "side_by_side.json"
     assert len(json.loads(path.read_text())) == 3
-    keys = json.loads(path.read_text())
-    wrong: list[object] = ["no", {}, {"0": 1.0}, {"-6": 1.0}, {"6": "1"}, {"6": -1.0}]
-    wrong += [{"4": math.nan, "6": 1.0}, {"6": True}, {"6": 10**400}, {"six": 1.0}, [6]]
-    damages = [json.dumps(dict.fromkeys(keys, value)) for value in wrong]
-    for number, damage in enumerate(["[", "[]", "[" * 100_000, *damages]):
+    for damage in ("[", "{}"):
         path.write_text(damage)
         bench.timed.clear()
-        assert width(bench, 10, 6, options) == 6, damage[:80]
-        assert bench.timed == [4, 6, 8], (number, damage[:80])
+        assert width(bench, 10, 6, options) == 6
+        assert bench.timed == [4, 6, 8]
+
+
+DAMAGED = ["no", {"0": 1.0}, {"-6": 1.0}, {"6": "1"}, {"6": -1.0}, {"4": math.nan, "6": 1.0},
+           {"6": True}, {"6": 10**400}, {"six": 1.0}, [6]]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[", "[]", "[" * 100_000, *(json.dumps({"key": value}) for value in DAMAGED)],
+    ids=lambda content: content[:20],
+)
+def test_damaged_measurements_are_not_used(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "side_by_side.json"
+    path.write_text('{"key": {"6": 1.0}}')
+    assert _read(path) == {"key": {6: 1.0}}
+    path.write_text(content)
+    assert _read(path) == {}
 
 
 def test_only_missing_numbers_are_measured(data, monkeypatch, tmp_path: Path) -> None:
