@@ -567,8 +567,17 @@ def tiny_arrays(channels: int, size: int, device: torch.device) -> ImageArrays:
     ).to(device)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("cifar100-")])
-def test_every_recipe_trains(name: str, folder_images: DecodedImages, device: torch.device) -> None:
+def every_network_and_method() -> list[str]:
+    """Recipes with each network of each kind of data, by ISDA, and one recipe of each method."""
+    networks = {(recipe.data, recipe.network): name for name, recipe in RECIPES.items()
+                if name.endswith("-isda") and recipe.data != "cifar100"}  # fmt: skip
+    names = [name for name in reversed(RECIPES) if name.startswith("cifar10-")]
+    methods = {name.rpartition("-")[2]: name for name in names}  # with the first, small networks
+    return sorted({*networks.values(), *methods.values()})
+
+
+@pytest.mark.parametrize("name", every_network_and_method())
+def test_recipes_train(name: str, folder_images: DecodedImages, device: torch.device) -> None:
     usual = RECIPES[name]
     folder = usual.data == "imagenet"
     recipe = replace(
