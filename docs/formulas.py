@@ -48,7 +48,7 @@ def on_page_content(html: str, **_unused: Any) -> str:
 @functools.cache
 def to_svg(tex: str) -> str:
     """A formula on one line as SVG, whose baseline is that of the text."""
-    text = f"${tex.strip()}$"
+    text = f"${_spaced(tex.strip())}$"
     with matplotlib.rc_context({"mathtext.fontset": "cm"}):
         font = FontProperties(size=_SIZE)
         try:
@@ -68,6 +68,13 @@ def to_svg(tex: str) -> str:
         f'viewBox="0 {depth - height - 0.5:.2f} {width:.2f} {height + 0.5:.2f}">'
         f'<path transform="scale(1,-1)" d="{_commands(outline)}"/></svg>'
     )
+
+
+def _spaced(tex: str) -> str:
+    """The thin spaces of TeX after a sum, and before it and functions, that matplotlib omits."""
+    tex = re.sub(r"(\\sum(?:[_^](?:\{[^{}]*\}|\w))*) *(?:\\, *)?(?=\S)", r"\1\\, ", tex)
+    before = r"(\)(?:\^(?:\\\w+|\w))?|\}|\\alpha) *(?:\\, *)?(?=\\(?:exp|log|sum)(?![a-z]))"
+    return re.sub(before, r"\1\\, ", tex)
 
 
 def _commands(path: Path) -> str:

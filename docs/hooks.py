@@ -1,4 +1,7 @@
-"""MkDocs hook: the docstrings' Sphinx roles, such as :func:`x`, become plain code."""
+"""MkDocs hook: the docstrings' Sphinx roles, such as :func:`x`, become plain code.
+
+Code of at most 24 characters has the class ``short``, so that it is not broken at a hyphen.
+"""
 
 import re
 from typing import Any
@@ -7,4 +10,5 @@ __all__ = ["on_page_content"]
 
 
 def on_page_content(html: str, **_unused: Any) -> str:
-    return re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)
+    html = re.sub(r":(?:attr|class|data|func|meth|mod):(?=<code>)", "", html)
+    return re.sub(r"<code>(?=(?:[^<&\n]|&\w+;){1,24}</code>)", '<code class="short">', html)

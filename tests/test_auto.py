@@ -65,7 +65,7 @@ def test_rounds_and_comparison(
     assert printed.splitlines()[:5] == [
         "λ₀ is chosen on 143 training images, which are held out for it:",
         "  round 1: 0.1 0.25 0.5 0.75 1, 10 epochs, seed 0, 50 in all",
-        "  round 2: the better 3 of them, 20 epochs, seeds 0 1, 120 in all",
+        "  round 2: the best 3 of them, 20 epochs, seeds 0 1, 120 in all",
         "  then: cross entropy and ISDA, 40 epochs, seeds 0 1 2, 240 in all",
         "The search takes 170 epochs, 71 % of those of the comparison.",
     ]

@@ -186,6 +186,31 @@ def test_a_formula_that_cannot_be_typeset_ends_the_build() -> None:
     assert formulas.on_page_content(aligned).count("<svg") == 3
 
 
+@pytest.mark.parametrize(
+    ("tex", "spaced"),
+    [
+        (r"\sum_j \log p_j", r"\sum_j\, \log p_j"),
+        (r"\sum_{i=1}^N [x]", r"\sum_{i=1}^N\, [x]"),
+        (r"(1 - p)^\gamma \log p", r"(1 - p)^\gamma\, \log p"),
+        (r"\frac{1}{N} \sum_i\, a_i", r"\frac{1}{N}\, \sum_i\, a_i"),
+    ],
+)
+def test_formulas_have_the_spaces_of_tex(tex: str, spaced: str) -> None:
+    paths = [re.findall(r' d="[^"]*"', load("formulas").to_svg(one)) for one in (tex, spaced)]
+    assert len(paths[0]) == 1
+    assert paths[0] == paths[1]
+
+
+def test_short_code_is_not_broken() -> None:
+    change = load("hooks").on_page_content
+    assert change(":func:<code>--resume</code>") == '<code class="short">--resume</code>'
+    assert change("<code>OUT/&lt;recipe&gt;/&lt;seed&gt;/</code>").startswith(
+        '<code class="short">'
+    )
+    for long in ("<code>isda train cifar100-resnet32-isda</code>", "<code>a\nb</code>"):
+        assert change(long) == long
+
+
 def test_notebook(tmp_path: Path) -> None:
     """Text, code, output and figures become a page; a script without figures is refused."""
     pytest.importorskip("mkdocs")

@@ -203,7 +203,8 @@ def test_lines_load_their_images_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded == ["digits"]
 
 
-def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     lines = [
         f"train digits-resnet8-ce {QUICK} --seeds 0 1",
         "table 2 --cell cifar100/resnet110 --seeds 0",
@@ -238,8 +239,11 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
         words = rows[str(number)].split()
         place = words.index("of") - 1
         assert words[place : place + len(left)] == left, rows[str(number)]
-    assert "on slow, H200, " in text
-    assert "20 minutes are enough for lines 1, 2; line 3 begins and is continued" in text
+    forecast = text.partition("my queue:6")[0]
+    assert max(map(len, forecast.splitlines())) <= 80
+    words = " ".join(forecast.split())
+    assert "on slow, H200, " in words
+    assert "20 minutes are enough for lines 1, 2; line 3 begins and is continued" in words
     assert "my queue:6 will fail: there is no generator in generators/cifar100-cgan/0" in text
     assert not Path("runs").exists()
 

@@ -66,7 +66,7 @@ def plan_words(
     lines = [f"λ₀ is chosen on {hold_out} training images, which are held out for it{few}:"]
     listed = " ".join(f"{lambda_0:g}" for lambda_0 in candidates)
     for number, part in enumerate(rounds, 1):
-        which = listed if number == 1 else f"the better {part.candidates} of them"
+        which = listed if number == 1 else f"the best {part.candidates} of them"
         lines.append(
             f"  round {number}: {which}, {_size(part.epochs, part.seeds)}, {part.cost} in all"
         )

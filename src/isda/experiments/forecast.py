@@ -6,6 +6,8 @@ earlier runs or else in a table of benchmarks/train.py. It does not include the 
 
 import contextlib
 import csv
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,7 +38,7 @@ _SIZES = {
     "cifar100": (50_000, 100, 3),
     "imagenet": (1_281_167, 1000, 3),
 }
-_WIDTH = 72  # of a command in the table
+_WIDTH = 120  # of the table, unless the terminal has another one
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,9 @@ def forecast(
 
 def forecast_text(lines: Sequence[Forecast], devices: Iterable[str], minutes: float | None) -> str:
     """The forecast of a queue as a table, and what fits in a time limit."""
+    width = shutil.get_terminal_size((_WIDTH, 0)).columns
     rows = [
-        [_short(f"{_number(one)}: {one.text}"), f"{one.left} of {one.total}",
+        [f"{_number(one)}: {one.text}", f"{one.left} of {one.total}",
          str(one.epochs), _minutes(one.seconds), _mebibytes(one)]
         for one in lines
     ]  # fmt: skip
@@ -188,13 +191,16 @@ def forecast_text(lines: Sequence[Forecast], devices: Iterable[str], minutes: fl
         total = f"> {total}"
     rows.append(["all lines", str(sum(one.left for one in lines)),
                  str(sum(one.epochs for one in lines)), total])  # fmt: skip
-    text = [
-        text_table(["line", "runs left", "epochs", "minutes", "MiB per run"], rows),
-        "",
+    header = ["line", "runs left", "epochs", "minutes", "MiB"]
+    others = text_table(header[1:], [row[1:] for row in rows]).splitlines()
+    room = max(width - 2 - max(map(len, others)), 20)
+    notes = [
         "Minutes are estimates without start-up, from the speed of earlier runs on "
-        f"{', '.join(devices) or 'no device'}; ? is unknown. MiB: the largest checkpoint.",
+        f"{', '.join(devices) or 'no device'}; ? is unknown. MiB: the largest checkpoint of a run.",
+        *([] if minutes is None else [_what_fits(lines, minutes)]),
     ]
-    return "\n".join([*text, *([] if minutes is None else [_what_fits(lines, minutes)])])
+    table = text_table(header, [[_short(row[0], room), *row[1:]] for row in rows])
+    return "\n".join([table, "", *(textwrap.fill(note, max(width, 40)) for note in notes)])
 
 
 def state_size(recipe: Recipe) -> int | None:
@@ -244,8 +250,8 @@ def _kind(data: str, network: str, precision: str) -> tuple[str, ...]:
     return ("cifar" if data.startswith("cifar") else data), network, precision
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 1]}…"
+def _short(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: room - 1]}…"
 
 
 def _number(one: Forecast) -> str:

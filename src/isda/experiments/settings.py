@@ -39,8 +39,8 @@ class Recipe:
     takes num_classes and returns a model that ends in a linear layer."""
 
     pretrained: bool = False
-    """Start from the weights that timm or torchvision provides, or from a file, see weights. The
-    head is new if the number of classes differs."""
+    """Start from the weights that timm or torchvision provides, or from a file, see --weights.
+    The head is new if the number of classes differs."""
 
     weights: str = ""
     """File of the pretrained weights, safetensors or a torch file of tensors; empty: the file that
@@ -87,7 +87,7 @@ class Recipe:
     """Nesterov momentum; off for ImageNet, as in the authors' code."""
 
     weight_decay: float
-    """Weight decay of all parameters, including biases and batch norm, see decay_all."""
+    """Weight decay of all parameters, including biases and batch norm, see --decay-all."""
 
     decay_all: bool = True
     """Weight decay of all parameters; off: only of those with two or more dimensions, so not of

@@ -33,12 +33,14 @@ def export_weights(folder: Path, out: Path) -> tuple[Path, Path]:
         The two files.
 
     Raises:
-        InputError: the run is not finished, or has no checkpoint of its last epoch.
+        InputError: the run is missing or not finished, or has no checkpoint of its last epoch.
     """
     if out.suffix != ".safetensors":
         raise InputError(f"out must be a file NAME.safetensors, got {str(out)!r}")
     if not out.parent.is_dir():
         raise InputError(f"folder {str(out.parent)!r} of {out.name} does not exist")
+    if not folder.is_dir():
+        raise InputError(f"folder {str(folder)!r} does not exist")
     run = RunFolder(folder)
     result = summary(run)
     if not result.finished:
