@@ -418,7 +418,7 @@ def test_logits_changed_after_the_head(model, images, target, device):
 def test_logits_in_another_order(model, images, target, device):
     """The first sample is where it was."""
     if device.type == "cuda":
-        pytest.skip("a GPU looks at the first sample alone")
+        pytest.skip("a GPU compares one sample, and tells later")
     criterion = attach(model, **options())
     with pytest.raises(ValueError, match="these come from another batch"):
         criterion(model(images)[[0, 2, 1, 3, 4, 5]], target)
