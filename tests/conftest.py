@@ -9,6 +9,7 @@ import torch
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+os.environ["COLUMNS"] = "1000"  # output is neither split nor wrapped
 torch.backends.cudnn.allow_tf32 = False  # tolerances are those of float32
 torch.backends.cudnn.deterministic = True
 

@@ -8,6 +8,7 @@ from isda import distributed
 from isda.experiments.files import write_text
 from isda.experiments.plans import AutoComparison, Planned
 from isda.experiments.report.intervals import RESOLUTION
+from isda.experiments.report.terminal import show
 from isda.experiments.search import (
     Choice,
     Round,
@@ -46,7 +47,7 @@ def choose_lambda_0(
             plans = task.planned(lambda_0).plans()
             require_free(options.out / plan.name / str(plan.seed) for plan in plans)
     if distributed.rank(None) == 0:
-        print(plan_words(task, candidates, hold_out, rounds), flush=True)
+        show(plan_words(task, candidates, hold_out, rounds))
     recipe = replace(task.recipe, hold_out=hold_out)
     best, choice = choose(recipe, candidates, rounds, task.named, options, records=records)
     planned = task.planned(best)
@@ -54,7 +55,7 @@ def choose_lambda_0(
         write_text(
             _record_path(planned), json.dumps(choice_record(choice, options.out), indent=2) + "\n"
         )
-        print(f"\n{choice_table(choice)}\n{tie_words(choice)}", flush=True)
+        show(f"\n{choice_table(choice)}\n{tie_words(choice)}")
     return planned, choice
 
 

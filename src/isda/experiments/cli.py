@@ -17,6 +17,7 @@ from isda._version import __version__
 from isda.experiments.errors import InputError, StoppedElsewhere, TimeUp, unknown
 from isda.experiments.recipe_checks import require_seeds
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
+from isda.experiments.report.terminal import show
 from isda.experiments.settings import Options, Recipe
 from isda_command import COMMANDS, USAGE
 
@@ -122,7 +123,7 @@ def _compare(words: list[str]) -> None:
         page = planned.options.out / f"{result.method.name}.html"
         pictures = partial(_pictures, result.method.recipe, planned.options)
         write_comparison_page(page, result, choice=choice, pictures=pictures)
-        print(f"{comparison_table(result)}\n{page}")
+        show(f"{comparison_table(result)}\n{page}")
 
 
 def _pictures(recipe: Recipe, options: Options, seed: int, indices: list[int]) -> dict[int, bytes]:
@@ -144,7 +145,7 @@ def _search(words: list[str]) -> None:
     task = plan_search(words, description=COMMANDS["search"])
     result = search(**task.arguments(), options=task.options)
     if result is not None:
-        print(f"{search_table(result)}\n{result.record}")
+        show(f"{search_table(result)}\n{result.record}")
 
 
 def _calibrate(words: list[str]) -> None:
@@ -154,7 +155,7 @@ def _calibrate(words: list[str]) -> None:
     from isda.experiments.report.calibrated import calibration_text
 
     planned = plan_calibrate(words, description=COMMANDS["calibrate"])
-    print(calibration_text(calibrate(planned, planned.options)))
+    show(calibration_text(calibrate(planned, planned.options)))
 
 
 def _table(words: list[str]) -> None:
@@ -171,7 +172,7 @@ def _table(words: list[str]) -> None:
             raise InputError("training needs a cell: isda table N --cell DATA/NETWORK")
         folder = given.results or default_folder()
         sides, left_out = create_sides([] if folder is None else load_runs(folder))
-        print("\n\n".join([section(table, sides), *map(left_out_line, left_out.values())]))
+        show("\n\n".join([section(table, sides), *map(left_out_line, left_out.values())]))
         return
     if given.dry_run:
         require_seeds("seeds", given.seeds)
@@ -185,7 +186,7 @@ def _table(words: list[str]) -> None:
     runs = train(planned.plans(), planned.options)
     if runs:  # only rank 0 has the records
         names = dict(zip(cell_recipes(given.table, *given.cell), planned.recipes, strict=True))
-        print(cell_results(table, given.cell, names, runs))
+        show(cell_results(table, given.cell, names, runs))
 
 
 def _queue(words: list[str]) -> None:
@@ -226,7 +227,7 @@ def _report(words: list[str]) -> None:
         for one in finished:
             print(export(one, given.export))
     pictures = read_pictures(given.pictures)
-    print("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
+    show("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
     for path in given.update:
         print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")
     if given.figures is not None:
@@ -290,7 +291,7 @@ def _list(words: list[str]) -> None:
     from isda.experiments.report.tables import recipes_table
 
     given = parse(ListArguments, "list", words, description=COMMANDS["list"])
-    print(recipes_table(given.results or default_folder()))
+    show(recipes_table(given.results or default_folder()))
 
 
 _FUNCTIONS: dict[str, Callable[[list[str]], None]] = {

@@ -21,6 +21,7 @@ from isda.experiments.cost_records import (
 from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.networks import create_network
 from isda.experiments.report.costs import cost_table, costs_markdown
+from isda.experiments.report.terminal import show
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
 from isda.experiments.training.step_cost import (
@@ -118,7 +119,7 @@ def show_costs(given: CostArguments) -> None:
     parts = [cost_table(lines)] if lines else []
     if kept and given.out is not None:
         parts.append(f"All of {given.out}:\n\n{costs_markdown([given.out])}")
-    print("\n\n".join(parts))
+    show("\n\n".join(parts))
 
 
 _SETTING = ("network", "num_classes", "image_size", "batch_size", "device")

@@ -6,8 +6,6 @@ earlier runs or else in a table of benchmarks/train.py. It does not include the 
 
 import contextlib
 import csv
-import shutil
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +21,7 @@ from isda.experiments.networks import Network, outline
 from isda.experiments.plans import Calibrations, Command, Planned, Search
 from isda.experiments.recipes import pair_name
 from isda.experiments.records import Run, load_runs, summary
-from isda.experiments.report.text import text_table
+from isda.experiments.report.terminal import fit, terminal_width, text_table
 from isda.experiments.search import checked_candidates, default_hold_out, halving
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.groups import Plan
@@ -38,7 +36,6 @@ _SIZES = {
     "cifar100": (50_000, 100, 3),
     "imagenet": (1_281_167, 1000, 3),
 }
-_WIDTH = 120  # of the table, unless the terminal has another one
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ def forecast(
 
 def forecast_text(lines: Sequence[Forecast], devices: Iterable[str], minutes: float | None) -> str:
     """The forecast of a queue as a table, and what fits in a time limit."""
-    width = shutil.get_terminal_size((_WIDTH, 0)).columns
+    width = terminal_width()
     rows = [
         [f"{_number(one)}: {one.text}", f"{one.left} of {one.total}",
          str(one.epochs), _minutes(one.seconds), _mebibytes(one)]
@@ -200,7 +197,7 @@ def forecast_text(lines: Sequence[Forecast], devices: Iterable[str], minutes: fl
         *([] if minutes is None else [_what_fits(lines, minutes)]),
     ]
     table = text_table(header, [[_short(row[0], room), *row[1:]] for row in rows])
-    return "\n".join([table, "", *(textwrap.fill(note, max(width, 40)) for note in notes)])
+    return "\n".join([table, "", *(fit(note, width) for note in notes)])
 
 
 def state_size(recipe: Recipe) -> int | None:

@@ -30,6 +30,7 @@ from isda.experiments.plans import (
     plan_command,
 )
 from isda.experiments.records import load_runs, summary
+from isda.experiments.report.terminal import show
 from isda.experiments.search import search, search_table
 from isda.experiments.settings import Options
 from isda.experiments.training import loop
@@ -257,7 +258,7 @@ def _search(line: _Line, task: Search, options: Options, results: Path) -> None:
     print(f"{line.place}: {line.text}", flush=True)
     result = search(**task.arguments(), options=options, records=results)
     if result is not None:
-        print(f"{search_table(result)}\n{result.record}", flush=True)
+        show(f"{search_table(result)}\n{result.record}")
 
 
 def _calibrate(line: _Line, task: Calibrations, options: Options, results: Path) -> None:

@@ -16,6 +16,7 @@ from isda.experiments.report.pictures_of_features import (
     neighbours_table,
     quality_table,
 )
+from isda.experiments.report.terminal import show
 from isda.experiments.training.device import choose_kernels, join_processes
 from isda_command import COMMANDS
 
@@ -64,7 +65,7 @@ def _measure(words: list[str]) -> None:
         result = measure_gan(
             generator, classifier, given.generator, epochs=given.epochs, seed=given.seed
         )
-    print(quality_table(result))
+    show(quality_table(result))
 
 
 def invert(words: list[str]) -> None:
@@ -94,7 +95,7 @@ def invert(words: list[str]) -> None:
             seed=given.seed,
             capture=given.capture,
         )
-    print(f"{inversion_table(result)}\n{given.out / 'inversion.png'}")
+    show(f"{inversion_table(result)}\n{given.out / 'inversion.png'}")
 
 
 def neighbours(words: list[str]) -> None:
@@ -116,4 +117,4 @@ def neighbours(words: list[str]) -> None:
             strength=given.strength,
             seed=given.seed,
         )
-    print(f"{neighbours_table(result)}\n{given.out / 'neighbours.png'}")
+    show(f"{neighbours_table(result)}\n{given.out / 'neighbours.png'}")

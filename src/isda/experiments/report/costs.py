@@ -6,7 +6,8 @@ from pathlib import Path
 from isda.experiments.cost_records import read_costs
 from isda.experiments.errors import InputError
 from isda.experiments.published import PARAMETERS
-from isda.experiments.report.text import markdown_rows, text_table
+from isda.experiments.report.terminal import text_table
+from isda.experiments.report.text import markdown_rows
 
 __all__ = ["cost_rows", "cost_table", "costs_markdown"]
 

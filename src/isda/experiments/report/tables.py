@@ -23,7 +23,8 @@ from isda.experiments.report.comparison import (
 from isda.experiments.report.evidence import BLOCKS, comparisons, cost_block
 from isda.experiments.report.intervals import estimate, signed
 from isda.experiments.report.paper_tables import DASH, EMPTY, Cell, Table, find_cells
-from isda.experiments.report.text import markdown_rows, text_table
+from isda.experiments.report.terminal import OURS, text_table
+from isda.experiments.report.text import markdown_rows
 
 __all__ = [
     "cell_results",
@@ -46,7 +47,7 @@ def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
     header: list[str] = []
     for title, above, both in zip(table.columns, over, ours_too, strict=True):
         twice = table.columns.count(title) > 1
-        header += [f"{above} {title}" if twice else title, *["ours (n)"] * both]
+        header += [f"{above} {title}" if twice else title, *[OURS] * both]
     rows: list[list[str]] = []
     for row in table.rows:
         rows.append([])

@@ -1,9 +1,9 @@
-"""Tables as plain text: aligned for a terminal, or as Markdown."""
+"""Markdown tables, and text that is safe in them."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-__all__ = ["escape_markdown", "markdown_rows", "printable", "text_table"]
+__all__ = ["escape_markdown", "markdown_rows", "printable"]
 
 
 def printable(text: str) -> str:
@@ -18,20 +18,6 @@ def escape_markdown(text: str) -> str:
     'a\\|b \\<i\\> wide_resnet16_8 \\_x\\_'
     """
     return re.sub(r"[\\`*\[\]<>|~&$#]|\b_|_\b|(?<!\w)_(?!\w)", r"\\\g<0>", printable(text))
-
-
-def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Table for a terminal; the first column is left-aligned, the others right-aligned."""
-    padded = [[*row, *[""] * (len(header) - len(row))] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in padded
-    ]
-    return "\n".join([lines[0], "─" * (sum(widths) + 2 * len(widths) - 2), *lines[1:]])
 
 
 def markdown_rows(

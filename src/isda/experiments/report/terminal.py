@@ -1,0 +1,121 @@
+"""Markdown and text, laid out for the width of the terminal."""
+
+import itertools
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+__all__ = ["OURS", "fit", "show", "terminal_width", "text_table"]
+
+OURS = "ours (n)"
+"""Title of a column that belongs to the one before it."""
+
+_MOST_TABLES = 4
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or of ``COLUMNS``; 80 if the output does not go to a terminal."""
+    return max(shutil.get_terminal_size((80, 24)).columns, 40)
+
+
+def show(text: str) -> None:
+    """Print Markdown or text in the width of the terminal."""
+    print(fit(text, terminal_width()), flush=True)
+
+
+def fit(text: str, width: int) -> str:
+    """Markdown that is at most ``width`` characters wide, with the same contents.
+
+    Paragraphs are wrapped. The columns of a wide table are distributed over up to four tables that
+    repeat its labels; if that is not enough, the rows become a list. Lines with columns of their
+    own, see :func:`text_table`, and words longer than a line stay as they are.
+    """
+    parts: list[str] = []
+    for is_table, lines in itertools.groupby(text.split("\n"), lambda line: line.startswith("| ")):
+        if is_table:
+            parts.append(_fit_table(list(lines), width))
+        else:
+            parts += [_wrap(line, width) for line in lines]
+    return "\n".join(parts)
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns without Markdown, several tables if the terminal is too narrow for one.
+
+    The first column is left-aligned and repeated in every table, the others are right-aligned.
+    """
+    padded = [[*row, *[""] * (len(header) - len(row))] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
+    room = terminal_width() - widths[0]
+    others = [[column] for column in range(1, len(widths))]
+    tables: list[str] = []
+    for columns in _distribute(others, [2 + width for width in widths], room):
+        lines = [
+            "".join([row[0].ljust(widths[0]), *("  " + row[n].rjust(widths[n]) for n in columns)])
+            for row in padded
+        ]
+        rule = "─" * len(lines[0])
+        tables.append("\n".join([lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:])]))
+    return "\n\n".join(tables)
+
+
+def _wrap(line: str, width: int) -> str:
+    if len(line) <= width or "  " in line.strip():  # two spaces: columns of a table
+        return line
+    item = "* " if line.startswith("* ") else ""
+    return textwrap.fill(
+        line.removeprefix(item),
+        width,
+        initial_indent=item,
+        subsequent_indent=" " * len(item),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _fit_table(lines: list[str], width: int) -> str:
+    if max(map(len, lines)) <= width:
+        return "\n".join(lines)
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+    titles = [title.strip() for title in rows[0]]
+    numbers = [rule.strip().endswith(":") for rule in rows[1]]
+    labels = range(numbers.index(True) if any(numbers) else 1)
+    groups: list[list[int]] = []  # columns that stay together
+    for column in range(len(labels), len(titles)):
+        if titles[column] == OURS and groups:
+            groups[-1].append(column)
+        else:
+            groups.append([column])
+    widths = [1 + max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = width - 1 - sum(widths[column] for column in labels)
+    tables = _distribute(groups, widths, room)
+    too_wide = any(sum(widths[column] for column in columns) > room for columns in tables)
+    if too_wide or len(tables) > _MOST_TABLES:
+        return _as_list(titles, rows[2:], width)
+    return "\n\n".join(
+        "\n".join("|" + "|".join(row[n] for n in [*labels, *columns]) + "|" for row in rows)
+        for columns in tables
+    )
+
+
+def _distribute(groups: Sequence[list[int]], widths: Sequence[int], room: int) -> list[list[int]]:
+    """Columns of each table, as many groups in one as there is room for."""
+    tables: list[list[int]] = [[]]
+    for group in groups:
+        if tables[-1] and sum(widths[column] for column in tables[-1] + group) > room:
+            tables.append([])
+        tables[-1] += group
+    return tables
+
+
+def _as_list(titles: list[str], rows: list[list[str]], width: int) -> str:
+    """An item for each row: its first cell, then the others with their titles."""
+    items: list[str] = []
+    for row in rows:
+        first, *cells = (cell.strip() for cell in row)
+        others = "; ".join(
+            f"{title}: {cell}" for title, cell in zip(titles[1:], cells, strict=True) if cell
+        )
+        items += [f"* {first}", textwrap.indent(_wrap(others, width - 2), "  ")]
+    return "\n".join(items)
