@@ -9,7 +9,7 @@ import torch
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-os.environ["COLUMNS"] = "1000"  # output is neither split nor wrapped
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as --deterministic; read at the first use
 torch.backends.cudnn.allow_tf32 = False  # tolerances are those of float32
 torch.backends.cudnn.deterministic = True
 
@@ -29,6 +29,12 @@ def dtype() -> torch.dtype:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What commands print is neither split nor wrapped."""
+    monkeypatch.setenv("COLUMNS", "1000")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -316,10 +316,10 @@ def test_cases_that_do_not_fit_in_memory() -> None:
 def test_statistics_larger_than_host_memory_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     full = 4 * 10 * 64 * 64  # bytes of ten matrices
     options = {"device": torch.device("cpu"), "batch_size": 4, "steps": 1, "repeats": 1}
-    monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * full)
+    monkeypatch.setattr(step_cost, "host_memory", lambda: 2 * full)
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", "does not fit"]
     others = 10_000  # bytes of means and counts
-    monkeypatch.setattr(step_cost, "_host_memory", lambda: 2 * (full + others))
+    monkeypatch.setattr(step_cost, "host_memory", lambda: 2 * (full + others))
     assert [row.note for row in measured_cost("resnet8", **options)] == ["", "", ""]
 
 

@@ -217,7 +217,8 @@ def test_first_batch_of_any_size(first):
     )
     expected = functional.update_moments(start, features, target)
     cuda.update_(list(start), features, target, 1.0)
-    torch.testing.assert_close(start, expected)
+    # the terms are equal, so that the rounding errors of their float32 sum add up
+    torch.testing.assert_close(start, expected, rtol=5e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import isda
-from isda import ISDALoss, attach
+from isda import ISDALoss, attach, checks
 
 N, C, A = 3, 5, 4
 OPTIONS = {"lambda_0": 2.0, "ramp": "constant"}
@@ -81,6 +81,30 @@ def test_as_many_classes_as_tokens_on_a_device(classes_last, soft, device, monke
     criterion = check(model, head, x, target, x.flatten(0, 1), rows, device)
     monkeypatch.undo()
     criterion.check()
+
+
+@pytest.mark.parametrize("classes_last", [True, False])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_order_is_kept_once_it_is_known(classes_last, on_host, device, monkeypatch):
+    """Logits of 0, from a layer that starts with 0, do not tell it."""
+    monkeypatch.setattr(checks, "known_on_host", lambda tensor: on_host and not tensor.is_cuda)
+    head = nn.Linear(A, C).to(device)
+    model = head if classes_last else Then(head, lambda logits: logits.mT)
+    criterion = isda.attach(model, lambda_0=0.0, total_steps=10)
+    x, target = torch.randn(N, C, A, device=device), torch.randint(C, (N, C), device=device)
+    weight, bias = (parameter.detach().clone() for parameter in head.parameters())
+    for scale in (0.0, 1.0, 0.0):
+        with torch.no_grad():
+            head.weight.copy_(scale * weight)
+            head.bias.copy_(scale * bias)
+        expected = F.cross_entropy(head(x).flatten(0, 1), target.flatten())
+        torch.testing.assert_close(criterion(model(x), target), expected)
+    criterion.check()
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    model.eval()
+    expected = F.cross_entropy(head(x).flatten(0, 1), target.flatten())
+    torch.testing.assert_close(criterion(model(x), target), expected)
 
 
 @pytest.mark.parametrize("classes_last", [True, False])

@@ -333,14 +333,14 @@ class AttachedLoss(nn.Module):
                 bias,
                 channels_last=channels_last,
                 resizing=self._resizing.get(sizes),
+                classes_last=self._classes_last,
             )
             if rows.resizing is not None:
                 self._resizing[sizes] = rows.resizing
-            if rows.classes_last is not None:
+            if not torch.compiler.is_compiling():  # a change would compile the criterion again
                 self._classes_last = rows.classes_last
-        at_once = checks.known_on_host(features)
-        differ = checks.logits_differ(rows.features, weight, bias, rows.logits, at_once=at_once)
-        if at_once:
+        differ = checks.logits_differ(rows.features, weight, bias, rows.logits)
+        if checks.known_on_host(features):
             if not differ:
                 return rows
             if self._resizing.pop(sizes, None) is None:

@@ -177,25 +177,24 @@ def known_on_host(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def logits_differ(
-    features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, *, at_once: bool
-) -> Tensor:
+def logits_differ(features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> Tensor:
     """Whether the logits of any sample are not those of a linear layer.
+
+    On a CPU up to 1024 samples are compared, otherwise one sample and 64 classes. It is a sample
+    from the middle, because all kinds of resizing agree in a corner of a map.
 
     Args:
         features: input of the layer.
         weight: of the layer.
         bias: of the layer.
         logits: to be compared with the output of the layer.
-        at_once: True to compare up to 1024 samples, False for one sample and 64 classes. It is a
-            sample from the middle, because all kinds of resizing agree in a corner of a map.
 
     Shape:
         features (N, A), weight (C, A), bias (C,), logits (N, C); output (), bool.
     """
-    number, classes = len(features), None if at_once else 64
-    first = int(0.382 * number)
-    samples = slice(None, None, number // 1024 + 1) if at_once else slice(first, first + 1)
+    number, thorough = len(features), known_on_host(features)
+    first, classes = int(0.382 * number), None if thorough else 64
+    samples = slice(None, None, number // 1024 + 1) if thorough else slice(first, first + 1)
     features, logits = features[samples].float(), logits[samples, :classes].float()
     weight = weight[:classes].float()
     with torch.autocast(features.device.type, enabled=False):

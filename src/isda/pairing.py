@@ -47,6 +47,7 @@ def pair_rows(
     *,
     channels_last: bool,
     resizing: Resizing | None,
+    classes_last: bool | None,
 ) -> Rows:
     """Bring the features into the form of the logits, and everything into rows.
 
@@ -58,6 +59,8 @@ def pair_rows(
         bias: of the final layer.
         channels_last: whether the features are in the last dimension, as for ``nn.Linear``.
         resizing: of earlier batches of the same sizes.
+        classes_last: whether earlier batches had their classes in the last dimension; None if
+            unknown.
 
     Shape:
         features (N, A), (N, ..., A) with channels_last or else (N, A, ...); weight (C, A), bias
@@ -74,12 +77,15 @@ def pair_rows(
     batch, num_classes = len(features), len(weight)
     second, last = (batch, num_classes, *inner), (batch, *inner, num_classes)
     positions = torch.Size((batch, *inner))
-    classes_last = None
     if inner and channels_last and logits.shape == last:
         features = flatten(maps)
-        logits, target, classes_last = _token_rows(features, logits, target, weight, bias)
+        if second != last:
+            classes_last = True
+        logits, target, classes_last = _token_rows(
+            features, logits, target, weight, bias, classes_last
+        )
     elif logits.shape == second:
-        features, logits = flatten(maps), flatten(logits)
+        features, logits, classes_last = flatten(maps), flatten(logits), False
     elif inner and logits.shape == (positions.numel(), num_classes):  # rows already
         features, positions = flatten(maps), torch.Size((len(logits),))
     elif inner and logits.shape == (batch, num_classes):
@@ -128,23 +134,30 @@ def classes_second(
 
 
 def _token_rows(
-    features: Tensor, logits: Tensor, target: Tensor, weight: Tensor, bias: Tensor | None
+    features: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    classes_last: bool | None,
 ) -> tuple[Tensor, Tensor, bool | None]:
     """Rows of logits (N, ..., C), rows of their target, and whether the classes are really last.
 
-    With as many classes as tokens, the values tell the order from torch's (N, C, ...).
+    With as many classes as tokens, the values tell the order from torch's (N, C, ...). A GPU is
+    synchronised until the order is known. The values do not tell it if the weight is 0.
     """
-    rows, soft = logits.flatten(0, -2), target.is_floating_point()
-    soft_rows = target.flatten(0, -2) if soft and target.shape == logits.shape else target
-    if len({*logits.shape[1:]}) > 1:  # (N, C, ...) would have another shape
-        return rows, soft_rows, True
-    at_once = checks.known_on_host(features)
-    differ = checks.logits_differ(features, weight, bias, flatten(logits), at_once=at_once)
-    if at_once:
-        return (rows, soft_rows, True) if differ else (flatten(logits), target, False)
-    if soft:
-        soft_rows = torch.where(differ, soft_rows, flatten(target))
-    return torch.where(differ, rows, flatten(logits)), soft_rows, None
+    last, second = logits.flatten(0, -2), flatten(logits)
+    soft = target.is_floating_point()
+    soft_last = target.flatten(0, -2) if soft and target.shape == logits.shape else target
+    if classes_last is None:
+        not_second = checks.logits_differ(features, weight, bias, second)
+        not_last = checks.logits_differ(features, weight, bias, last)
+        if torch.compiler.is_compiling() or bool(not_second) == bool(not_last):
+            if soft:
+                soft_last = torch.where(not_second, soft_last, flatten(target))
+            return torch.where(not_second, last, second), soft_last, None
+        classes_last = bool(not_second)
+    return (last, soft_last, True) if classes_last else (second, target, False)
 
 
 @torch.no_grad()

@@ -1,16 +1,18 @@
-"""Memory of a training step: its peak on the host, and whether it was too much."""
+"""Memory of a training step: what fits, its peak on the host, and whether it was too much."""
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["is_out_of_memory", "peak_host_memory"]
+__all__ = ["create_on", "host_memory", "is_out_of_memory", "peak_host_memory"]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -26,6 +28,38 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         )
         or is_out_of_memory(error.__context__)
     )
+
+
+def create_on(
+    device: torch.device, create: Callable[[], nn.Module], *, limit: float = math.inf
+) -> nn.Module:
+    """Create a module on a device.
+
+    Args:
+        device: device of its parameters and buffers; nothing is allocated on the host for a GPU.
+        create: creates the module on the default device.
+        limit: bytes that it may take on the host. The system may promise more memory than it has,
+            and end the process when it is used.
+
+    Raises:
+        MemoryError: it takes more than ``limit``.
+        torch.OutOfMemoryError: it does not fit on the GPU.
+    """
+    if device.type == "cpu":
+        with torch.device("meta"):
+            size = sum(buffer.nbytes for buffer in create().buffers())
+        if size > limit:
+            raise MemoryError(f"{size} bytes of statistics")
+    with device:
+        return create()
+
+
+def host_memory() -> float:
+    """Memory of this machine in bytes; infinite if unknown."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return math.inf
 
 
 def peak_host_memory(step: Callable[[], object]) -> int:

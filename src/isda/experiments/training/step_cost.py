@@ -5,8 +5,6 @@ One network trains on random images with the steps of the training loop; only th
 
 import contextlib
 import gc
-import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +24,12 @@ from isda.experiments.networks import NETWORKS, own_image_size
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import choose_kernels
-from isda.experiments.training.memory import is_out_of_memory, peak_host_memory
+from isda.experiments.training.memory import (
+    create_on,
+    host_memory,
+    is_out_of_memory,
+    peak_host_memory,
+)
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.training_step import Lane
 
@@ -242,13 +245,7 @@ class _Bench:
             num_features=network.num_features,
             num_classes=network.num_classes,
         )
-        if not self._on_gpu:  # the system may promise more memory than it has
-            with torch.device("meta"):
-                size = sum(buffer.nbytes for buffer in create().buffers())
-            if size > _host_memory() / 2:
-                raise MemoryError(f"{size} bytes of statistics")
-        with self._device:
-            return create()
+        return create_on(self._device, create, limit=host_memory() / 2)
 
     def _synchronize(self) -> None:
         if self._on_gpu:
@@ -312,11 +309,3 @@ def _if_it_fits(function: Callable[[], _T]) -> _T | None:
             raise
     gc.collect()  # after the error is gone, which references the tensors
     return None
-
-
-def _host_memory() -> float:
-    """Memory of this machine in bytes; infinite if unknown."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return math.inf

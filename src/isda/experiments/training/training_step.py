@@ -24,7 +24,7 @@ from isda.experiments.networks import Network, bind_key, create_network, find_we
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.networks.probe import Probe
 from isda.experiments.settings import Recipe
-from isda.experiments.training.memory import is_out_of_memory
+from isda.experiments.training.memory import create_on, host_memory, is_out_of_memory
 from isda.experiments.training.metrics import classification_metrics, classified
 from isda.experiments.training.optimizer import (
     create_optimizer,
@@ -250,11 +250,16 @@ class Lane:
 
     def _create_criterion(self) -> nn.Module:
         features, classes = self.network.num_features, self.data.num_classes
+        create = partial(
+            create_criterion,
+            self.recipe,
+            num_features=features,
+            num_classes=classes,
+            seed=self.seed,
+        )
         try:
-            return create_criterion(
-                self.recipe, num_features=features, num_classes=classes, seed=self.seed
-            ).to(self.device)
-        except RuntimeError as error:
+            return create_on(self.device, create, limit=host_memory())
+        except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             raise InputError(
