@@ -319,9 +319,9 @@ def test_count_step(bad):
 
 @pytest.mark.parametrize("size", [1, 2500])
 @pytest.mark.parametrize("value", [1.0, torch.inf, -torch.inf, torch.nan])
-def test_watch(value, size):
+def test_flag_overflow(value, size):
     results = []
-    for function, where in ((cuda.watch, DEVICE), (plain.watch, "cpu")):
+    for function, where in ((cuda.flag_overflow, DEVICE), (plain.flag_overflow, "cpu")):
         for strength, before in ((0.3, 0), (0.0, 0), (0.3, 2)):
             problem = torch.tensor(before, device=where)
             overflow = torch.zeros(2, device=where)

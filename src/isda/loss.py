@@ -176,7 +176,7 @@ class ISDALoss(Criterion):
                 ignore_index=SKIP,
                 reduction=self.reduction,
             )
-            ops.watch(
+            ops.flag_overflow(
                 self.problem, self.overflow, loss.detach(), quadratic.detach(), strength.detach()
             )
         alone = batch.world_size == 1  # otherwise the other ranks hear of it in the next _gather

@@ -26,13 +26,13 @@ from isda.versions import HAS_KERNELS
 __all__ = [
     "count_step",
     "cross_entropy",
+    "flag_overflow",
     "full_quadratic",
     "isda_cross_entropy",
     "screen",
     "update_",
     "update_and_quadratic",
     "uses_triton",
-    "watch",
 ]
 
 _ENABLED = (
@@ -213,7 +213,7 @@ count_step = _register(
     ),
     mutates_args=("step", "problem"),
 )
-watch = _register("watch", lambda *_: None, mutates_args=("problem", "overflow"))
+flag_overflow = _register("flag_overflow", lambda *_: None, mutates_args=("problem", "overflow"))
 update_ = _register("update_", lambda *_: None, mutates_args=("moments",))
 _multiply = _register("multiply", _fake_products)
 _update_and_multiply_ = _register(

@@ -19,12 +19,12 @@ from isda.kernels import Products, ProductTensors
 __all__ = [
     "count_step",
     "empty_products",
+    "flag_overflow",
     "multiply",
     "quadratic_rows",
     "screen",
     "update_",
     "update_and_multiply_",
-    "watch",
     "weight_gradient",
 ]
 
@@ -81,7 +81,7 @@ def count_step(
     return index, torch.where(found > 0, 0.0, scale), strength
 
 
-def watch(
+def flag_overflow(
     problem: Tensor, overflow: Tensor, loss: Tensor, quadratic: Tensor, strength: Tensor
 ) -> None:
     """Set the flag if the loss is not finite, and keep what the message needs.

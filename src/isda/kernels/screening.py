@@ -8,7 +8,7 @@ from torch import Tensor
 from isda.checks import LARGEST, OVERFLOW
 from isda.kernels.launch import power_of_2
 
-__all__ = ["count_step", "screen", "watch"]
+__all__ = ["count_step", "flag_overflow", "screen"]
 
 
 def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
@@ -60,12 +60,12 @@ def count_step(
     return valid, scale, strength
 
 
-def watch(
+def flag_overflow(
     problem: Tensor, overflow: Tensor, loss: Tensor, quadratic: Tensor, strength: Tensor
 ) -> None:
-    """See ``isda.kernels.plain.watch``."""
+    """See ``isda.kernels.plain.flag_overflow``."""
     if quadratic.numel():
-        _watch[(1,)](
+        _flag_overflow[(1,)](
             problem,
             overflow,
             loss.contiguous(),
@@ -136,7 +136,7 @@ def _count_step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _watch(  # type: ignore[no-untyped-def]
+def _flag_overflow(  # type: ignore[no-untyped-def]
     problem,
     overflow,
     loss,
