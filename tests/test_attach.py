@@ -237,7 +237,7 @@ def test_another_criterion_looks_at_the_logits(kind, model, images, target):
     assert criterion(model(images), target).isfinite()
     logits = model(images)
     model(images + 1)
-    with pytest.raises(ValueError, match="these come from another batch"):  # noqa: PT012
+    with pytest.raises(ValueError, match="logits must be the output of the attached layer"):  # noqa: PT012
         criterion(logits, target)
         criterion.check()  # a GPU tells later
 
@@ -359,6 +359,13 @@ def test_no_pass_before(model, target, device):
         attach(model, **options())(torch.zeros(N, C, device=device), target)
 
 
+def test_layer_replaced_after_attach(model, images, target, device):
+    criterion = attach(model, **options())
+    model[-1] = nn.Linear(model[-1].in_features, C).to(device)
+    with pytest.raises(ValueError, match="If the layer was replaced after attach, attach again"):
+        criterion(model(images), target)
+
+
 def test_logits_of_another_batch_size(model, images, target):
     criterion = attach(model, **options())
     model(images)
@@ -369,7 +376,7 @@ def test_logits_of_another_batch_size(model, images, target):
 def check_mismatch(criterion, logits, target, *, deferred: bool) -> None:
     """Refused at once on a CPU; on a GPU the loss is NaN and the next look raises."""
     before = {name: t.clone() for name, t in criterion.criterion.estimator.named_buffers()}
-    message = "logits must be the output of the attached layer for the last batch"
+    message = "logits must be the output of the attached layer in the last forward pass"
     if deferred:
         assert criterion(logits, target).isnan()
         with pytest.raises(ValueError, match=message):
@@ -420,7 +427,7 @@ def test_logits_in_another_order(model, images, target, device):
     if device.type == "cuda":
         pytest.skip("a GPU compares one sample, and tells later")
     criterion = attach(model, **options())
-    with pytest.raises(ValueError, match="these come from another batch"):
+    with pytest.raises(ValueError, match="logits must be the output of the attached layer"):
         criterion(model(images)[[0, 2, 1, 3, 4, 5]], target)
 
 
@@ -439,7 +446,7 @@ def test_small_logits_in_bfloat16_are_no_mismatch(classes, device):
     if device.type == "cpu":
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(x)
-        with pytest.raises(ValueError, match="these come from another batch"):
+        with pytest.raises(ValueError, match="logits must be the output of the attached layer"):
             criterion(logits[torch.randperm(1000)], target)
 
 

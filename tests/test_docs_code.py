@@ -147,7 +147,7 @@ def test_frameworks(names: dict[str, Any], tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     transformers = pytest.importorskip("transformers")
     accelerate = pytest.importorskip("accelerate")
-    hugging_face, classifier, prepare = code_blocks("frameworks.md", "python")
+    hugging_face, classifier, prepare, shard = code_blocks("frameworks.md", "python")
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     values = {"Trainer": transformers.Trainer, "arguments": arguments, "dataset": [0]}
     exec(hugging_face, {**names, **values})
@@ -158,3 +158,4 @@ def test_frameworks(names: dict[str, Any], tmp_path: Path) -> None:
     values = {"accelerator": accelerate.Accelerator(cpu=True), "loader": loader}
     exec(prepare, names := {**names, **values, "optimizer": optimizer})
     assert names["criterion"].total_steps == 8
+    exec(shard, {**names, "fully_shard": nn.Module.train})  # with FSDP2: examples/frameworks

@@ -101,6 +101,10 @@ def mistakes() -> dict:
             "head must be the name of a layer, got 'fc'; the last linear layers are head, body",
         ),
         "no layer": (lambda: attach(model, head=[]), "head must name at least one layer, got []"),
+        "one layer twice": (
+            lambda: attach(model, head=["head", "head"]),
+            "head must name different layers, got ['head', 'head']",
+        ),
         "different heads": (
             lambda: attach(model, head=["head", "body"]),
             "the layers of head are summed, so they must be of one type and have the same",
@@ -127,6 +131,22 @@ def mistakes() -> dict:
             lambda: attach(nn.ModuleDict({"low": nn.Linear(4, C), "high": nn.Linear(8, C)})),
             "(low, high); pass head= with the name of one of them, or with a list of names if the "
             "model adds their outputs",
+        ),
+        "head before a backbone that ends in convolutions": (
+            lambda: attach(
+                nn.ModuleDict(
+                    {"head": nn.Linear(8, C), "a": nn.Conv2d(4, 8, 1), "b": nn.Conv2d(8, 8, 1)}
+                )
+            ),
+            "found 2 with 8 outputs (a, b; there are also head); pass head= with the name",
+        ),
+        "class as criterion": (
+            lambda: attach(model, isda.ISDALoss),
+            "criterion must be a loss module, got the class ISDALoss: create it first",
+        ),
+        "criterion of another size": (
+            lambda: attach(nn.Linear(8, C), isda.ISDALoss(9, C)),
+            "for 8 features and 5 classes, like the attached layer, got ISDALoss for 9 and 5",
         ),
         "option as criterion": (
             lambda: attach(model, 0.5),

@@ -224,7 +224,7 @@ def test_resized_logits_of_another_batch(device):
     criterion(model(x), target)
     logits = model(x)
     model(x + 1)
-    with pytest.raises(ValueError, match="these come from another batch"):  # noqa: PT012
+    with pytest.raises(ValueError, match="logits must be the output of the attached layer"):  # noqa: PT012
         criterion(logits, target)
         criterion.check()
 
@@ -320,7 +320,16 @@ def test_two_heads_that_are_summed(bias, device):
         ((3, 7, A), (3, 7, C), (3,), "target of class indices must have shape (3, 7), like the"),
         ((3, 7, A), (2, 7, C), (2, 7), "of the last batch of the model, 3 samples, got shape (2,"),
         ((3, 7, A), (3, 7, C + 1), (3, 7), "logits must have 5 classes, like the attached layer"),
-        ((3, 7, A), (3, 4, C), (3, 4), "logits must have shape (3, 5, 7) for features of shape"),
+        (
+            (3, 7, A),
+            (3, 4, C),
+            (3, 4),
+            "those of all positions, shape (3, 7, 5) for features of shape (3, 7, 4), got shape "
+            "(3, 4, 5); to leave positions out, label them with ignore_index",
+        ),
+        ((3, 7, A), (13, C), (13,), "those of all positions, shape (3, 7, 5) for features of"),
+        ((3, 7, A), (7, 3, C), (7, 3), "those of all positions, shape (3, 7, 5) for features of"),
+        ((3, A), (2, C), (2,), "of the last batch of the model, 3 samples, got shape (2, 5); if"),
         (
             (3, A),
             (),

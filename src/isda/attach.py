@@ -106,7 +106,7 @@ def attach(
         num_features = sum(each.weight.shape[1] for each in heads)
         criterion = ISDALoss(num_features, len(heads[0].weight), **options)
     else:
-        require_criterion(criterion)
+        require_criterion(criterion, heads)
         defaults: dict[str, Any] = attach.__kwdefaults__  # type: ignore[assignment]
         changed = [
             name
@@ -339,8 +339,9 @@ class AttachedLoss(nn.Module):
                 self._resizing[sizes] = rows.resizing
             if not torch.compiler.is_compiling():  # a change would compile the criterion again
                 self._classes_last = rows.classes_last
-        differ = checks.logits_differ(rows.features, weight, bias, rows.logits)
-        if checks.known_on_host(features):
+        on_host = checks.known_on_host(features)
+        differ = checks.logits_differ(rows.features, weight, bias, rows.logits, thorough=on_host)
+        if on_host:
             if not differ:
                 return rows
             if self._resizing.pop(sizes, None) is None:

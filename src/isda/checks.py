@@ -53,8 +53,10 @@ _REQUIRED = ("features", "target", "weight")
 _TOLERANCE = 0.02  # relative error of logits: more than bfloat16 causes, less than a mistake does
 
 MISMATCH = (
-    "logits must be the output of the attached layer for the last batch: these come from another "
-    "batch, or were changed after the layer; pass head= if the model ends in another layer"
+    "logits must be the output of the attached layer in the last forward pass of the model, and "
+    "these are not. If they are of another pass, call the criterion after each pass. If they were "
+    "changed after the layer (softmax, dropout, pooling, cropping, resizing by other means than "
+    "F.interpolate to a size), do this after the loss. If they are of another layer, pass head="
 )
 
 
@@ -177,22 +179,23 @@ def known_on_host(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def logits_differ(features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor) -> Tensor:
+def logits_differ(
+    features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, *, thorough: bool
+) -> Tensor:
     """Whether the logits of any sample are not those of a linear layer.
-
-    On a CPU up to 1024 samples are compared, otherwise one sample and 64 classes. It is a sample
-    from the middle, because all kinds of resizing agree in a corner of a map.
 
     Args:
         features: input of the layer.
         weight: of the layer.
         bias: of the layer.
         logits: to be compared with the output of the layer.
+        thorough: True to compare up to 1024 samples, False for one sample and 64 classes. It is a
+            sample from the middle, because all kinds of resizing agree in a corner of a map.
 
     Shape:
         features (N, A), weight (C, A), bias (C,), logits (N, C); output (), bool.
     """
-    number, thorough = len(features), known_on_host(features)
+    number = len(features)
     first, classes = int(0.382 * number), None if thorough else 64
     samples = slice(None, None, number // 1024 + 1) if thorough else slice(first, first + 1)
     features, logits = features[samples].float(), logits[samples, :classes].float()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from isda.criterion import Criterion
+
 __all__ = [
     "Head",
     "LinearLayer",
@@ -51,10 +53,13 @@ def find_head(model: nn.Module) -> LinearLayer:
         and _num_outputs(module) == outputs
     ]
     if len(candidates) > 1:
+        others = [name for name, module in linear.items() if isinstance(module, nn.Linear)]
+        others = [name for name in others if name not in candidates]
+        also = f"; there are also {', '.join(others[-4:])}" if others else ""
         raise ValueError(
             f"model must have one final linear layer, found {len(candidates)} with {outputs} "
-            f"outputs ({', '.join(candidates[-4:])}); pass head= with the name of one of them, or "
-            "with a list of names if the model adds their outputs"
+            f"outputs ({', '.join(candidates[-4:])}{also}); pass head= with the name of one of "
+            "them, or with a list of names if the model adds their outputs"
         )
     return last
 
@@ -68,6 +73,8 @@ def require_heads(model: nn.Module, head: Head | Sequence[Head] | None) -> tuple
     heads = tuple(_require_head(model, each) for each in given)
     if not heads:
         raise ValueError(f"head must name at least one layer, got {head!r}")
+    if len({*map(id, heads)}) < len(heads):
+        raise ValueError(f"head must name different layers, got {head!r}")
     if len({_num_outputs(each) for each in heads}) > 1 or len({*map(type, heads)}) > 1:
         raise ValueError(
             "the layers of head are summed, so they must be of one type and have the same number "
@@ -92,8 +99,11 @@ def require_model(model: Any) -> None:
         )
 
 
-def require_criterion(criterion: Any) -> None:
-    """Raise ValueError for a loss that cannot be called with features and weight."""
+def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
+    """Raise ValueError for a loss that cannot be called with the features and weight of a layer."""
+    if isinstance(criterion, type):
+        name = criterion.__name__
+        raise ValueError(f"criterion must be a loss module, got the class {name}: create it first")
     if not callable(criterion):
         raise ValueError(
             f"criterion must be a loss module, got {criterion!r}; options such as lambda_0= are "
@@ -118,6 +128,14 @@ def require_criterion(criterion: Any) -> None:
             "criterion must be called as criterion(features, weight, target, bias=, logits=), "
             f"which {name} is not: {fix}"
         ) from None
+    if isinstance(criterion, Criterion):
+        sizes = sum(head.weight.shape[1] for head in heads), len(heads[0].weight)
+        found = criterion.num_features, criterion.num_classes
+        if found != sizes:
+            raise ValueError(
+                f"criterion must be for {sizes[0]} features and {sizes[1]} classes, like the "
+                f"attached layer, got {type(criterion).__name__} for {found[0]} and {found[1]}"
+            )
 
 
 def _require_head(model: nn.Module, head: Head) -> LinearLayer:

@@ -13,7 +13,8 @@ _MISSING = {
     "never": (
         "the layer has made no forward pass since attach. Compute the logits with the attached "
         "model itself: not with a copy of it, not by calling a compiled model that ran before "
-        "attach, and not by a function of the layer's weight"
+        "attach, and not by a function of the layer's weight. If the layer was replaced after "
+        "attach, attach again"
     ),
     "used": (
         "its last pass was used already, and each call of the criterion needs a pass of its own. "

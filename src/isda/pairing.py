@@ -79,11 +79,14 @@ def pair_rows(
     positions = torch.Size((batch, *inner))
     if inner and channels_last and logits.shape == last:
         features = flatten(maps)
-        if second != last:
-            classes_last = True
-        logits, target, classes_last = _token_rows(
-            features, logits, target, weight, bias, classes_last
-        )
+        if second == last:
+            logits, target, classes_last = _token_rows(
+                features, logits, target, weight, bias, classes_last
+            )
+        else:
+            if target.shape == logits.shape:  # probabilities
+                target = target.flatten(0, -2)
+            logits, classes_last = logits.flatten(0, -2), True
     elif logits.shape == second:
         features, logits, classes_last = flatten(maps), flatten(logits), False
     elif inner and logits.shape == (positions.numel(), num_classes):  # rows already
@@ -99,7 +102,7 @@ def pair_rows(
         features = flatten(found(maps, logits.shape[2:]))
         logits = flatten(logits)
     else:
-        raise ValueError(_shape_message(maps, logits, num_classes, second))
+        raise ValueError(_shape_message(features, logits, num_classes, channels_last=channels_last))
     if target.is_floating_point():
         target = flatten(target) if target.dim() > 2 else target
     elif target.dim() == 1 and len(positions) == 1:
@@ -141,23 +144,26 @@ def _token_rows(
     bias: Tensor | None,
     classes_last: bool | None,
 ) -> tuple[Tensor, Tensor, bool | None]:
-    """Rows of logits (N, ..., C), rows of their target, and whether the classes are really last.
+    """Rows of logits and target with as many classes as tokens, and whether the classes are last.
 
-    With as many classes as tokens, the values tell the order from torch's (N, C, ...). A GPU is
-    synchronised until the order is known. The values do not tell it if the weight is 0.
+    The values tell the order (N, ..., C) from torch's (N, C, ...), unless the weight is 0: then it
+    is that of earlier batches. A GPU is synchronised until the order is known.
     """
     last, second = logits.flatten(0, -2), flatten(logits)
-    soft = target.is_floating_point()
-    soft_last = target.flatten(0, -2) if soft and target.shape == logits.shape else target
-    if classes_last is None:
-        not_second = checks.logits_differ(features, weight, bias, second)
-        not_last = checks.logits_differ(features, weight, bias, last)
-        if torch.compiler.is_compiling() or bool(not_second) == bool(not_last):
-            if soft:
-                soft_last = torch.where(not_second, soft_last, flatten(target))
-            return torch.where(not_second, last, second), soft_last, None
+    on_host = checks.known_on_host(features)
+    not_last, not_second = (
+        checks.logits_differ(features, weight, bias, rows, thorough=on_host)
+        for rows in (last, second)
+    )
+    use_last = not_second
+    if classes_last is not None:
+        use_last = torch.where(not_second == not_last, classes_last, not_second)
+    look = on_host or (classes_last is None and not torch.compiler.is_compiling())
+    if look and bool(not_second != not_last):
         classes_last = bool(not_second)
-    return (last, soft_last, True) if classes_last else (second, target, False)
+    if target.shape == logits.shape:  # probabilities
+        target = torch.where(use_last, target.flatten(0, -2), flatten(target))
+    return torch.where(use_last, last, second), target, classes_last
 
 
 @torch.no_grad()
@@ -214,19 +220,26 @@ def _find_resizing(
 
 
 def _shape_message(
-    features: Tensor, logits: Tensor, num_classes: int, expected: tuple[int, ...]
+    features: Tensor, logits: Tensor, num_classes: int, *, channels_last: bool
 ) -> str:
+    width = features.shape[-1 if channels_last else 1]
+    inner = features.shape[1:-1] if channels_last else features.shape[2:]
+    of_sample = (*inner, num_classes) if channels_last else (num_classes, *inner)
     found = f"got shape {tuple(logits.shape)}"
     if logits.dim() > 1 and num_classes not in logits.shape[1:]:
         return (
-            f"logits must have {num_classes} classes, like the attached layer of "
-            f"{features.shape[1]} features, {found}; pass head= if the model ends in another layer"
+            f"logits must have {num_classes} classes, like the attached layer of {width} features, "
+            f"{found}; pass head= if the model ends in another layer"
         )
-    if logits.dim() > 0 and len(logits) != len(features):
+    if logits.dim() > 0 and logits.shape[1:] == of_sample:
         return (
             f"logits must be of the last batch of the model, {len(features)} samples, {found}; if "
             "the model makes several passes for one loss, join them into one"
         )
+    shapes = f"shape {(len(features), *of_sample)} for features of shape {tuple(features.shape)}"
+    if not inner:
+        return f"logits must have {shapes}, {found}"
     return (
-        f"logits must have shape {expected} for features of shape {tuple(features.shape)}, {found}"
+        f"logits must be those of all positions, {shapes}, {found}; to leave positions out, label "
+        "them with ignore_index instead of selecting the others"
     )

@@ -37,7 +37,7 @@ def get_recipe(name: str) -> Recipe:
     try:
         return RECIPES[name]
     except KeyError:
-        raise unknown("recipe", name, RECIPES) from None
+        raise InputError(f"{unknown('recipe', name, RECIPES)} (isda list shows all)") from None
 
 
 def name_of(recipe: Recipe) -> str:

@@ -65,7 +65,7 @@ def _cell(
         if case and line.get("note"):
             return line["note"] if name in ("milliseconds", "added_percent") else ""
         text = line.get(name, "")
-        return f"{float(text) * scale:{form}}{unit}" if text else ""
+        return f"{float(text) * scale:{form}}{unit}".replace("-", "−") if text else ""
 
     return cell
 

@@ -64,14 +64,19 @@ def _wrap(line: str, width: int) -> str:
     if len(line) <= width or "  " in line.strip():  # two spaces: columns of a table
         return line
     item = "* " if line.startswith("* ") else ""
-    return textwrap.fill(
-        line.removeprefix(item),
+    words = [  # names of runs that are longer than a line are broken behind a plus
+        word.replace("+", "+\0 ") if len(item + word) > width else word
+        for word in line.removeprefix(item).split(" ")
+    ]
+    filled = textwrap.fill(
+        " ".join(words),
         width,
         initial_indent=item,
         subsequent_indent=" " * len(item),
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return filled.replace("\0 ", "").replace("\0", "")
 
 
 def _fit_table(lines: list[str], width: int) -> str:
@@ -117,5 +122,5 @@ def _as_list(titles: list[str], rows: list[list[str]], width: int) -> str:
         others = "; ".join(
             f"{title}: {cell}" for title, cell in zip(titles[1:], cells, strict=True) if cell
         )
-        items += [f"* {first}", textwrap.indent(_wrap(others, width - 2), "  ")]
+        items += [_wrap(f"* {first}", width), textwrap.indent(_wrap(others, width - 2), "  ")]
     return "\n".join(items)
