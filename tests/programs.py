@@ -10,8 +10,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
+from multiprocessing.forkserver import ForkServer, _forkserver
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
+from types import ModuleType
 
 from forks import START_METHOD
 
@@ -78,6 +80,7 @@ def _program(
     printed: Sequence[str],
 ) -> None:
     os.environ.update(environment)
+    ForkServer.__init__(_forkserver)  # that of the parent does not obey this process
     for number, path in enumerate(printed, start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
@@ -93,4 +96,8 @@ def _program(
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(target.parent))
-        runpy.run_path(str(target), run_name="__main__")
+        module = ModuleType("__main__")
+        module.__file__ = str(target)
+        # the second name is that which its own processes know, and use in what they return
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+        exec(compile(target.read_bytes(), target, "exec"), vars(module))
