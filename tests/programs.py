@@ -17,7 +17,7 @@ from types import ModuleType
 
 from forks import START_METHOD
 
-__all__ = ["environment_of_rank", "free_port", "run_program"]
+__all__ = ["environment_of_rank", "forget_world", "free_port", "run_program"]
 
 
 def free_port() -> int:
@@ -33,6 +33,15 @@ def environment_of_rank(rank: int, world: int, port: int) -> dict[str, str]:
     values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0}
     values |= {"TORCHELASTIC_RUN_ID": "test"}
     return {name: str(value) for name, value in values.items()}
+
+
+def forget_world() -> None:
+    """Call it in a forked process, which inherits the world of one rank that Accelerate knows."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 def run_program(
@@ -80,6 +89,7 @@ def _program(
     printed: Sequence[str],
 ) -> None:
     os.environ.update(environment)
+    forget_world()
     ForkServer.__init__(_forkserver)  # that of the parent does not obey this process
     for number, path in enumerate(printed, start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from forks import START_METHOD
-from programs import environment_of_rank, free_port
+from programs import environment_of_rank, forget_world, free_port
 from ranks import close
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -68,11 +68,7 @@ def on_two_ranks(work, folder: Path) -> list[dict[str, Any]]:
 def _on_rank(rank: int, work, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(environment_of_rank(rank, 2, port), ACCELERATE_USE_CPU="true")
-    if "accelerate" in sys.modules:  # a forked process inherits the world of one rank
-        from accelerate.state import AcceleratorState, GradientState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+    forget_world()
     torch.save(work(Path(folder)), f"{folder}/result{rank}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
