@@ -272,8 +272,10 @@ def main(arguments: list[str] | None = None) -> None:
             draw(rows, options.plot)
         return
     rows = []
+    context = get_context("forkserver")  # fresh processes, which need not import torch again
+    context.set_forkserver_preload(["isda", "torch._dynamo"])
     for case in _cases(options):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        with ProcessPoolExecutor(1, mp_context=context) as executor:
             try:
                 row = executor.submit(measure, case).result()
             except BrokenProcessPool:

@@ -1,5 +1,6 @@
 """Fixtures shared by all tests: the device and dtype under test, and seeded random numbers."""
 
+import gc
 import os
 
 import pytest
@@ -35,6 +36,16 @@ def _seed() -> None:
 def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """What commands print is neither split nor wrapped."""
     monkeypatch.setenv("COLUMNS", "1000")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay, so that the garbage collector need not visit them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # so that libraries find their objects gone at the end
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

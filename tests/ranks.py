@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from forks import START_METHOD
 
 __all__ = ["close", "results_of"]
 
@@ -14,7 +15,7 @@ def results_of(
     work: Callable[[int, int, str], None], world: int, folder: Path
 ) -> list[dict[Any, Any]]:
     """What every rank has saved: ``work(rank, world, folder)`` writes ``rank<rank>.pt``."""
-    mp.spawn(work, args=(world, str(folder)), nprocs=world)
+    mp.start_processes(work, args=(world, str(folder)), nprocs=world, start_method=START_METHOD)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(world)]
 
 

@@ -3,13 +3,13 @@
 import csv
 import importlib
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import get_args
 
 import pytest
 import torch
+from programs import run_program
 from torch import nn
 
 import isda
@@ -20,6 +20,7 @@ SCRIPT = ROOT / "benchmarks" / "loss.py"
 COLUMNS = "device,form,structure,N,C,A,milliseconds,extra_mebibytes,torch,threads,note"
 PEER = """
 import torch
+from programs import run_program
 from torch import nn
 
 class Estimator:
@@ -53,8 +54,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return run_program(SCRIPT, *arguments, timeout=300)
 
 
 def read(path: Path) -> list[dict[str, str]]:

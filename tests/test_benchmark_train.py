@@ -3,12 +3,11 @@
 import csv
 import importlib.util
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from isda.experiments.records import load_runs
 from isda.experiments.report.tables import update_markdown
@@ -43,8 +42,9 @@ def run(
 def test_both_methods_are_timed(run: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "new" / "speed.csv"
     flags = ("--data", "digits", "--networks", "resnet8", "--images", "48", "--device", "cpu")
-    command = [sys.executable, SCRIPT, *flags, "--set", "batch_size=16", "--out", out]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = run_program(SCRIPT, *flags, "--set", "batch_size=16", "--out", out)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     rows = list(csv.DictReader(out.open()))
     assert [(row["method"], row["batch_size"]) for row in rows] == [("ce", "16"), ("isda", "16")]
     for row in rows:

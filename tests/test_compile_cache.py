@@ -1,11 +1,10 @@
 """The folder for compiled code, ``--compile-cache``, and that it can be moved."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 from isda.experiments.errors import RunError
 from isda.experiments.training.device import keep_compiled_code
@@ -15,11 +14,14 @@ import sys
 from pathlib import Path
 from isda.experiments.training.device import keep_compiled_code
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config
 
+config.cpp.vec_isa_ok = True  # else a program is compiled to find out, as long as the function
+counters.clear()
 with keep_compiled_code(Path(sys.argv[1])):
     found = torch.compile(lambda x: x.sin() + 1, dynamic=False)(torch.ones(3))
     assert torch.equal(found, torch.ones(3).sin() + 1)
-    from torch._dynamo.utils import counters
     print(sum(counters[kind][f"{name}_cache_hit"]
               for kind, name in (("inductor", "fxgraph"), ("aot_autograd", "autograd"))))
 """
@@ -27,9 +29,10 @@ with keep_compiled_code(Path(sys.argv[1])):
 
 def hits(folder: Path) -> int:
     """Compile a function in a new process; number of results that were found in the folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(folder)], capture_output=True, text=True, check=True
-    )
+    script = folder.parent / "compile.py"
+    script.write_text(COMPILE)
+    done = run_program(script, folder)
+    assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
 

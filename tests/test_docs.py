@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 
 import isda
 from isda.experiments.cost_records import read_costs
@@ -137,9 +138,7 @@ def test_first_page_trains_a_model(tmp_path: Path) -> None:
     code = next(text for language, text in blocks(DOCS / "index.md") if language == "python")
     script = tmp_path / "digits.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
+    done = run_program(script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (error,) = re.findall(r"test error ([\d.]+) %, NLL [\d.]+", done.stdout)
     assert float(error) < 12

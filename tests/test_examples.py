@@ -3,13 +3,12 @@
 import difflib
 import pkgutil
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,14 +19,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def run(path: Path, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-    )
+def run(path: Path, folder: Path, **options: Any) -> str:
+    done = run_program(path, folder=folder, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,13 +60,8 @@ def test_example_of_a_framework(framework: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("framework", ON_TWO_RANKS)
 def test_example_of_a_framework_on_two_ranks(framework: str, tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.fsdp" if framework == "fsdp2" else framework)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     path = ROOT / "examples" / "frameworks" / f"{framework}_isda.py"
-    done = subprocess.run(
-        [*command, str(path)], capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    values = losses(done.stdout)
+    values = losses(run(path, tmp_path, ranks=2))
     assert len(values) == 2  # printed by one rank
     assert values[1] < 0.75 * values[0]
 

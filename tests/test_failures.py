@@ -1,6 +1,7 @@
 """Runs that fail while others go on, and commands that are interrupted."""
 
 import errno
+import itertools
 import os
 import re
 import signal
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +146,25 @@ def test_in_processes(options: Options) -> None:
         failed = failure(plans(RECIPE, WILD, RECIPE), replace(options, processes=2))
     assert [run.seed for run in failed.runs] == [0, 2]
     assert "1 of 3 runs failed" in str(failed)
+
+
+def test_interrupted_while_the_processes_start(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run does not know: it is ended and not waited for."""
+    submit, calls = ProcessPoolExecutor.submit, itertools.count()
+
+    def interrupted(pool: ProcessPoolExecutor, *work: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return submit(pool, *work)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", interrupted)
+    long = replace(RECIPE, epochs=200)
+    with pytest.raises(KeyboardInterrupt):
+        train(plans(long, long), replace(options, processes=2))
+    lines = [line for file in options.out.rglob("metrics.jsonl") for line in file.open()]
+    assert len(lines) < 200
 
 
 # Out of memory

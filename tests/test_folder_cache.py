@@ -3,10 +3,9 @@
 import gc
 import io
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -17,10 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forks import START_METHOD
 from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import v2
 
+from isda.experiments.cli import main
 from isda.experiments.data import cache_file, folder_cache
 from isda.experiments.data.arrays import load_data
 from isda.experiments.data.batch_feed import BatchFeed
@@ -612,7 +613,7 @@ def test_no_images_for_this_rank(photos: Path) -> None:
 @pytest.mark.slow
 def test_killed_and_resumed(photos: Path, tmp_path: Path) -> None:
     """Killed without a cache and resumed with one, a run ends with the same numbers."""
-    command = [sys.executable, "-m", "isda.experiments.cli", "train", "--network", "resnet8"]
+    command = ["train", "--network", "resnet8"]
     command += ["--data", f"imagefolder:{photos}", "--image-size", "16", "--batch-size", "5"]
     command += ["--epochs", "40", "--device", "cpu", "--checkpoint-seconds", "0"]
 
@@ -623,21 +624,23 @@ def test_killed_and_resumed(photos: Path, tmp_path: Path) -> None:
         return [{key: row[key] for key in row if key not in times} for row in rows]
 
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    with subprocess.Popen(
-        [*command, "--out", killed, "--cache", "off"], stderr=subprocess.DEVNULL
-    ) as process:
-        began = time.monotonic()
-        while len(metrics(killed)) < 3:
-            assert time.monotonic() - began < 120
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
+    process = multiprocessing.get_context(START_METHOD).Process(
+        target=main, args=([*command, "--out", str(killed), "--cache", "off"],)
+    )
+    process.start()
+    began = time.monotonic()
+    while len(metrics(killed)) < 3:
+        assert time.monotonic() - began < 120
+        assert process.is_alive()
+        time.sleep(0.01)
+    process.kill()
+    process.join()
     assert 3 <= len(metrics(killed)) < 40
     for flags in (
-        ["--out", killed, "--cache", "disk", "--resume"],
-        ["--out", whole, "--cache", "memory"],
+        ["--out", str(killed), "--cache", "disk", "--resume"],
+        ["--out", str(whole), "--cache", "memory"],
     ):
-        subprocess.run([*command, *flags], check=True, capture_output=True)
+        assert main([*command, *flags]) == 0
     assert len(metrics(whole)) == 40
     assert metrics(killed) == metrics(whole)
 

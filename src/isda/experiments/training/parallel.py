@@ -37,15 +37,15 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     folders = [options.out / plan.name / str(plan.seed) for plan in plans]
     if not options.resume:
         require_free(folders)
-    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
     failures = Failures(len(plans))
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(min(options.processes, len(plans)), context, _begin) as pool:
-        with _no_interrupts():
-            numbers = {pool.submit(_train, plan, options): number
-                       for number, plan in enumerate(plans)}  # fmt: skip
+    number = min(options.processes, len(plans))
+    with ProcessPoolExecutor(number, _context(), _begin, (dict(os.environ),)) as pool:
         label = f"{plans[0].recipe.data} {plans[0].recipe.network}, {options.processes} processes"
         try:
+            with _no_interrupts():
+                numbers = {pool.submit(_train, plan, options): number
+                           for number, plan in enumerate(plans)}  # fmt: skip
             for future in tqdm(as_completed(numbers), label, len(numbers), unit="run"):
                 try:
                     future.result()
@@ -72,6 +72,16 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     return done
 
 
+def _context() -> multiprocessing.context.BaseContext:
+    """Processes forked from one that has imported torch but not used it: threads do not survive."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():  # on Windows
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # the second is imported by all optimizers of torch
+    context.set_forkserver_preload(["isda.experiments.training.loop", "torch._dynamo"])
+    return context
+
+
 @contextlib.contextmanager
 def _no_interrupts() -> Iterator[None]:
     """Block SIGINT, also in processes that are started here, until they have imported torch."""
@@ -89,7 +99,8 @@ def _exists(folder: Path) -> bool:
     return (folder / "config.json").exists()
 
 
-def _begin() -> None:
+def _begin(environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # that of now, not of the first call
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; checkpoints are intact
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -1,0 +1,113 @@
+"""Programs run as their users run them, in processes that need not import torch again."""
+
+import logging
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from multiprocessing.forkserver import ForkServer, _forkserver
+from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+from types import ModuleType
+
+from forks import START_METHOD
+
+__all__ = ["environment_of_rank", "forget_world", "free_port", "run_program"]
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port
+
+
+def environment_of_rank(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a process."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0}
+    values |= {"TORCHELASTIC_RUN_ID": "test"}
+    return {name: str(value) for name, value in values.items()}
+
+
+def forget_world() -> None:
+    """Call it in a forked process, which inherits the world of one rank that Accelerate knows."""
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def run_program(
+    target: str | Path,
+    *arguments: object,
+    folder: Path | None = None,
+    ranks: int = 0,
+    timeout: float = 120,
+) -> CompletedProcess[str]:
+    """What ``python target arguments`` returns and prints; a string is a module, as after ``-m``.
+
+    With ranks, as many processes as ``torchrun`` starts; returned is the first code that is not 0.
+    """
+    words = list(map(str, arguments))
+    port = free_port() if ranks else 0
+    context = multiprocessing.get_context(START_METHOD)
+    with tempfile.TemporaryDirectory() as printed:
+        paths = [f"{printed}/stdout", f"{printed}/stderr"]
+        processes = []
+        for rank in range(ranks or 1):
+            environment = environment_of_rank(rank, ranks, port) if ranks else {}
+            processes.append(
+                context.Process(target=_program, args=(target, words, folder, environment, paths))
+            )
+            processes[-1].start()
+        end = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(end - time.monotonic(), 0))
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
+            process.kill()
+            process.join()
+        out, err = (Path(path).read_text() for path in paths)
+    if late:
+        raise TimeoutExpired([str(target), *words], timeout, out, err)
+    codes = [process.exitcode or 0 for process in processes]
+    return CompletedProcess([str(target), *words], next(filter(None, codes), 0), out, err)
+
+
+def _program(
+    target: str | Path,
+    arguments: list[str],
+    folder: Path | None,
+    environment: dict[str, str],
+    printed: Sequence[str],
+) -> None:
+    os.environ.update(environment)
+    forget_world()
+    ForkServer.__init__(_forkserver)  # that of the parent does not obey this process
+    for number, path in enumerate(printed, start=1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    logging.getLogger().handlers.clear()  # those of pytest
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    if folder is not None:
+        os.chdir(folder)
+    sys.argv = [str(target), *arguments]
+    if isinstance(target, str):
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(target.parent))
+        module = ModuleType("__main__")
+        module.__file__ = str(target)
+        # the second name is that which its own processes know, and use in what they return
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+        exec(compile(target.read_bytes(), target, "exec"), vars(module))
