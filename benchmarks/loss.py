@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar, get_type_hints
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import isda
+from isda.experiments.training.parallel import fork_server
 
 __all__ = [
     "Case",
@@ -272,8 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
             draw(rows, options.plot)
         return
     rows = []
-    context = get_context("forkserver")  # fresh processes, which need not import torch again
-    context.set_forkserver_preload(["isda", "torch._dynamo"])
+    context = fork_server("isda")  # fresh processes, which need not import torch again
     for case in _cases(options):
         with ProcessPoolExecutor(1, mp_context=context) as executor:
             try:

@@ -25,7 +25,7 @@ from isda.experiments.training.failures import Failures, reason_of
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.run_folder import RunFolder, require_free
 
-__all__ = ["train_in_processes"]
+__all__ = ["fork_server", "train_in_processes"]
 
 
 def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolder]:
@@ -40,7 +40,8 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     failures = Failures(len(plans))
     others = set(multiprocessing.active_children())
     number = min(options.processes, len(plans))
-    with ProcessPoolExecutor(number, _context(), _begin, (dict(os.environ),)) as pool:
+    context = fork_server("isda.experiments.training.loop")
+    with ProcessPoolExecutor(number, context, _begin, (dict(os.environ),)) as pool:
         label = f"{plans[0].recipe.data} {plans[0].recipe.network}, {options.processes} processes"
         try:
             with _no_interrupts():
@@ -72,13 +73,12 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     return done
 
 
-def _context() -> multiprocessing.context.BaseContext:
-    """Processes forked from one that has imported torch but not used it: threads do not survive."""
+def fork_server(module: str) -> multiprocessing.context.BaseContext:
+    """Processes forked from one that has imported a module but run nothing: no threads are lost."""
     if "forkserver" not in multiprocessing.get_all_start_methods():  # on Windows
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # the second is imported by all optimizers of torch
-    context.set_forkserver_preload(["isda.experiments.training.loop", "torch._dynamo"])
+    context.set_forkserver_preload([module, "torch._dynamo"])  # which torch's optimizers import
     return context
 
 
