@@ -101,7 +101,7 @@ def pair_rows(
         rows.append(
             [
                 result.method.name,
-                _method(result.baseline.name),
+                _baseline(*(side.name for side in result.sides)),
                 paper,
                 signed(result.difference),
                 verdict(result.difference),
@@ -239,10 +239,12 @@ def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -
     return f"\n{BLOCKS[kind](runs, prefix)}\n"
 
 
-def _method(name: str) -> str:
-    """Method in the name of a run, with the changed fields."""
-    recipe, plus, changes = name.partition("+")
-    return recipe.rpartition("-")[2] + plus + changes
+def _baseline(baseline: str, method: str) -> str:
+    """Method in the name of a baseline, with the changed fields that its counterpart lacks."""
+    recipe, *changes = baseline.split("+")
+    return "+".join(
+        [recipe.rpartition("-")[2], *(x for x in changes if x not in method.split("+"))]
+    )
 
 
 def _change(result: Comparison, quantity: Callable[[Summary], float | None], digits: int) -> str:
