@@ -253,6 +253,15 @@ def test_one_covariance_for_each_sample(device):
 
 
 @structures
+def test_no_variance_at_the_target(structure, device):
+    """Exactly 0, so that the loss is never below cross entropy, however large the features are."""
+    x = reference.draw(40, 5, 6, dtype=torch.float32, device=device)
+    rows = library(structure, 1000 * x.covariance)(x.weight, x.target)
+    assert rows.max() > 1
+    assert rows.gather(1, x.target[:, None]).eq(0).all()
+
+
+@structures
 def test_quadratic_of_weights_with_a_common_offset(structure, device):
     """The margins do not see an offset of all rows; products of rows do, if it is left in."""
     x = draw(7, 13, 64, dtype=torch.float32, device=device)

@@ -16,7 +16,7 @@ from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.generators import gan_training
 from isda.experiments.generators.gan_folder import GanFolder
 from isda.experiments.generators.gan_networks import Critic, Generator, doublings
-from isda.experiments.generators.gan_settings import CODES, GANS, get_gan
+from isda.experiments.generators.gan_settings import CODES, GANS, GanSettings, get_gan
 from isda.experiments.generators.gan_step import GanLane, draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_training import create_lanes, train_gan
 from isda.experiments.generators.trained_generator import TrainedGenerator, load_generator
@@ -341,8 +341,10 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     assert "unknown GAN 'agan'; did you mean" in refused("agan")
     assert "needs the name of a GAN" in refused()
     assert "data must be one of digits" in refused("wgan", "--data", "imagenet")
-    assert "epochs must be >= 1" in refused("wgan", "--epochs", "0")
+    assert "epochs must be a whole number >= 1" in refused("wgan", "--epochs", "0")
     assert "seed must be different integers" in refused("wgan", "--seed", "-1")
+    with pytest.raises(InputError, match="epochs must be a whole number >= 1, got inf"):
+        GanSettings.from_dict({**get_gan("wgan").as_dict(), "epochs": float("inf")})
     assert "--gan cgan contradicts" in refused("wgan", "--gan", "cgan")
     (folder / "checkpoint.pt").write_bytes(b"PK")
     assert "checkpoint.pt is damaged" in refused("acgan", *flags, "--resume")

@@ -67,7 +67,9 @@ def diagonal_quadratic(
     scale = variance[target if covariance_index is None else covariance_index]  # (N, A)
     own_scaled = scale * own
     offset = (own_scaled * own).sum(1, keepdim=True)  # (N, 1)
-    return scale @ weight.square().T - 2 * (own_scaled @ weight.T) + offset
+    rows = scale @ weight.square().T - 2 * (own_scaled @ weight.T) + offset
+    is_target = target[:, None] == torch.arange(len(weight), device=weight.device)
+    return torch.where(is_target, 0.0, rows)  # rounding errors would leave more or less than 0
 
 
 def shared_quadratic(weight: Tensor, target: Tensor, covariance: Tensor) -> Tensor:

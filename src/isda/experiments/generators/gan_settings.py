@@ -62,10 +62,18 @@ class GanSettings:
     def __post_init__(self) -> None:
         if self.gan not in get_args(GanName):
             raise unknown("GAN", self.gan, get_args(GanName))
-        for field in ("epochs", "batch_size", "critic_steps", "width"):
-            require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
-        require(self.noise >= 2, "noise", self.noise, ">= 2")
-        require(self.hold_out >= 0, "hold_out", self.hold_out, ">= 0")
+        least = {
+            "epochs": 1,
+            "batch_size": 1,
+            "critic_steps": 1,
+            "width": 1,
+            "noise": 2,
+            "hold_out": 0,
+        }
+        for field, number in least.items():
+            value = getattr(self, field)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            require(whole and value >= number, field, value, f"a whole number >= {number}")
         for field in ("beta_1", "beta_2", "average"):
             value = getattr(self, field)
             require(0 <= value < 1, field, value, ">= 0 and < 1")
