@@ -19,6 +19,7 @@ import torch
 from isda.experiments.errors import InputError
 from isda.experiments.files import read_bytes, sync_folder, write_text, writing
 from isda.experiments.generators.gan_settings import GanSettings
+from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.training.environment import environment
 from isda.experiments.training.run_folder import read_checkpoint
 
@@ -44,6 +45,8 @@ class GanFolder:
             self.seed = config["seed"]
             if type(self.seed) is not int:
                 raise TypeError(f"seed {self.seed!r}")
+            if config["check"] != config_checksum(config):
+                raise ValueError("it differs from its checksum")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {error}") from error
 
@@ -61,8 +64,7 @@ class GanFolder:
             with writing(folder, keep=()):
                 folder.mkdir(parents=True, exist_ok=True)
             config = {"settings": settings.as_dict(), "seed": seed}
-            text = json.dumps({**config, "environment": environment(device)}, indent=2)
-            write_text(folder / "gan.json", text + "\n")
+            _write(folder / "gan.json", {**config, "environment": environment(device)})
             return cls(folder)
         if not resume:
             raise InputError(f"{folder} already holds a GAN: use --resume or a different --out")
@@ -81,7 +83,7 @@ class GanFolder:
         path = self.folder / "gan.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config["settings"]["epochs"] = epochs
-        write_text(path, json.dumps(config, indent=2) + "\n")
+        _write(path, config)
         self.settings = replace(self.settings, epochs=epochs)
 
     def save(self, name: str, state: dict[str, Any]) -> None:
@@ -127,6 +129,11 @@ class GanFolder:
                 rest = f"isda gan train {self.settings.gan} --resume writes it again"
             raise InputError(f"{path} is damaged ({reason}): {rest}") from error
         return state
+
+
+def _write(path: Path, config: dict[str, Any]) -> None:
+    text = json.dumps({**config, "check": config_checksum(config)}, indent=2)
+    write_text(path, text + "\n")
 
 
 def weights_digest(states: list[dict[str, torch.Tensor]]) -> int:
