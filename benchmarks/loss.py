@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, fields
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar, get_type_hints
@@ -32,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import isda
-from isda.experiments.training.parallel import fork_server
 
 __all__ = [
     "Case",
@@ -272,9 +272,8 @@ def main(arguments: list[str] | None = None) -> None:
             draw(rows, options.plot)
         return
     rows = []
-    context = fork_server("isda")  # fresh processes, which need not import torch again
     for case in _cases(options):
-        with ProcessPoolExecutor(1, mp_context=context) as executor:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
             try:
                 row = executor.submit(measure, case).result()
             except BrokenProcessPool:

@@ -1,4 +1,7 @@
-"""Programs run as their users run them, in processes that need not import torch again."""
+"""Programs run in forked processes, which need not import torch again.
+
+Unlike in a process of their own, the modules that the tests have imported are there already.
+"""
 
 import logging
 import multiprocessing
@@ -10,7 +13,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from multiprocessing.forkserver import ForkServer, _forkserver
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from types import ModuleType
@@ -90,7 +92,6 @@ def _program(
 ) -> None:
     os.environ.update(environment)
     forget_world()
-    ForkServer.__init__(_forkserver)  # that of the parent does not obey this process
     for number, path in enumerate(printed, start=1):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
@@ -108,6 +109,6 @@ def _program(
         sys.path.insert(0, str(target.parent))
         module = ModuleType("__main__")
         module.__file__ = str(target)
-        # the second name is that which its own processes know, and use in what they return
+        # processes that the program starts call its module __mp_main__
         sys.modules["__main__"] = sys.modules["__mp_main__"] = module
         exec(compile(target.read_bytes(), target, "exec"), vars(module))

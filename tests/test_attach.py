@@ -359,6 +359,15 @@ def test_no_pass_before(model, target, device):
         attach(model, **options())(torch.zeros(N, C, device=device), target)
 
 
+def test_sharded_weight_and_a_criterion(device):
+    """As under ZeRO-3, which empties the weight outside of the forward pass."""
+    head = nn.Linear(8, C)
+    head.weight.data = torch.empty(0)
+    for criterion in (None, ISDALoss(8, C, total_steps=10)):
+        attached = attach(head, criterion)
+        assert (attached.criterion.num_features, attached.criterion.num_classes) == (8, C)
+
+
 def test_layer_replaced_after_attach(model, images, target, device):
     criterion = attach(model, **options())
     model[-1] = nn.Linear(model[-1].in_features, C).to(device)

@@ -20,7 +20,6 @@ SCRIPT = ROOT / "benchmarks" / "loss.py"
 COLUMNS = "device,form,structure,N,C,A,milliseconds,extra_mebibytes,torch,threads,note"
 PEER = """
 import torch
-from programs import run_program
 from torch import nn
 
 class Estimator:

@@ -138,7 +138,7 @@ def mistakes() -> dict:
                     {"head": nn.Linear(8, C), "a": nn.Conv2d(4, 8, 1), "b": nn.Conv2d(8, 8, 1)}
                 )
             ),
-            "found 2 with 8 outputs (a, b; there are also head); pass head= with the name",
+            "found 2 with 8 outputs (a, b; other linear layers: head); pass head= with the name",
         ),
         "class as criterion": (
             lambda: attach(model, isda.ISDALoss),

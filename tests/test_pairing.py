@@ -98,7 +98,11 @@ def test_order_is_kept_once_it_is_known(classes_last, on_host, device, monkeypat
             head.weight.copy_(scale * weight)
             head.bias.copy_(scale * bias)
         expected = F.cross_entropy(head(x).flatten(0, 1), target.flatten())
-        torch.testing.assert_close(criterion(model(x), target), expected)
+        loss = criterion(model(x), target)
+        torch.testing.assert_close(loss, expected)
+        if (criterion._classes_last, classes_last) != (None, False):  # else it cannot be known
+            gradients = (torch.autograd.grad(one, head.parameters()) for one in (loss, expected))
+            torch.testing.assert_close(*gradients)
     criterion.check()
     with torch.no_grad():
         head.weight.copy_(weight)

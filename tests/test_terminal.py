@@ -1,6 +1,8 @@
 """What commands print fits the terminal and loses nothing."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,14 @@ def test_table_with_many_columns_becomes_a_list() -> None:
     assert fit(text, 80).count("| name ") == 3
 
 
+def test_table_without_rows_and_cells_with_spaces() -> None:
+    empty = markdown_rows(["x" * 60, "y" * 60], [])
+    assert fit(empty, 80) == empty
+    assert fit("| " + "y" * 90 + " |", 40) == "| " + "y" * 90 + " |"
+    text = markdown_rows(["name", "x" * 90], [["a", "b  c " * 30]])
+    assert max(map(len, fit(text, 80).splitlines()[2:])) <= 80
+
+
 def test_paragraphs_are_wrapped() -> None:
     sentence = "* " + "a sentence with some-words " * 8 + "path/" * 30
     narrow = fit(f"## Title\n\n{sentence}\nshort\n\na  b" + " " * 90 + "c", 60)
@@ -98,6 +108,10 @@ def test_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns, width in {"100": 100, "1": 40}.items():
         monkeypatch.setenv("COLUMNS", columns)
         assert terminal_width() == width
+    code = "from isda.experiments.report.terminal import terminal_width as w; print(w() > 1000)"
+    monkeypatch.delenv("COLUMNS")
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert printed.strip() == b"True"  # a file or a pipe gets whole tables
 
 
 @pytest.mark.parametrize(

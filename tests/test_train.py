@@ -39,8 +39,6 @@ from isda.experiments.training.run_images import RunImages
 from isda.experiments.training.step_cost import random_images
 from isda.experiments.training.training_step import Lane
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: deterministic
-
 RECIPE = Recipe(  # 238 images: batches of 64, 64, 64 and 46
     data="digits", network="resnet8", augment=("crop", "flip", "cutout"), epochs=4, batch_size=64,
     learning_rate=0.05, weight_decay=5e-4, lambda_0=1.0, ramp="step", drop_rate=0.2, ema=0.9,

@@ -3,6 +3,7 @@
 Tests marked gpu compare steps captured in CUDA graphs with steps that are not.
 """
 
+import contextlib
 import copy
 import io
 import itertools
@@ -31,7 +32,7 @@ from isda.experiments.networks.stochastic import Dropout
 from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import RECIPES
 from isda.experiments.settings import Recipe
-from isda.experiments.training import run_images
+from isda.experiments.training import run_images, training_step
 from isda.experiments.training.optimizer import optimizer_state
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.training_step import Lane
@@ -819,3 +820,14 @@ def test_covariances_that_do_not_fit(device: torch.device) -> None:
     )
     with pytest.raises(InputError, match=message):
         Lane(recipe, 0, images, device)
+
+
+def test_covariances_larger_than_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused before they are allocated: the system may promise more than it has."""
+    device = torch.device("cpu")
+    images = tiny_arrays(3, 8, device)
+    statistics = 4 * images.num_classes * 64 * 64  # bytes of the matrices
+    for memory, fits in ((statistics, False), (2 * statistics, True)):
+        monkeypatch.setattr(training_step, "host_memory", lambda memory=memory: memory)
+        with contextlib.nullcontext() if fits else pytest.raises(InputError, match="do not fit"):
+            Lane(RECIPE, 0, images, device)

@@ -16,7 +16,7 @@ from isda import checks, distributed, ops
 from isda.covariance import Estimator
 from isda.criterion import Criterion, Ramp
 from isda.functional.losses import Reduction
-from isda.heads import Head, LinearLayer, require_criterion, require_heads, require_model
+from isda.heads import Head, LinearLayer, require_criterion, require_heads, require_model, sizes
 from isda.hook import Capture
 from isda.loss import ISDALoss
 from isda.pairing import Resizing, Rows, classes_second, pair_rows
@@ -103,8 +103,7 @@ def attach(
     require_model(model)
     heads = require_heads(model, head)
     if criterion is None:
-        num_features = sum(each.weight.shape[1] for each in heads)
-        criterion = ISDALoss(num_features, len(heads[0].weight), **options)
+        criterion = ISDALoss(*sizes(heads), **options)
     else:
         require_criterion(criterion, heads)
         defaults: dict[str, Any] = attach.__kwdefaults__  # type: ignore[assignment]

@@ -56,7 +56,8 @@ MISMATCH = (
     "logits must be the output of the attached layer in the last forward pass of the model, and "
     "these are not. If they are of another pass, call the criterion after each pass. If they were "
     "changed after the layer (softmax, dropout, pooling, cropping, resizing by other means than "
-    "F.interpolate to a size), do this after the loss. If they are of another layer, pass head="
+    "F.interpolate to a size), apply that after computing the loss. If they are of another layer, "
+    "pass head="
 )
 
 

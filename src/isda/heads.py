@@ -17,6 +17,7 @@ __all__ = [
     "require_criterion",
     "require_heads",
     "require_model",
+    "sizes",
 ]
 
 Head: TypeAlias = nn.Module | str
@@ -55,7 +56,7 @@ def find_head(model: nn.Module) -> LinearLayer:
     if len(candidates) > 1:
         others = [name for name, module in linear.items() if isinstance(module, nn.Linear)]
         others = [name for name in others if name not in candidates]
-        also = f"; there are also {', '.join(others[-4:])}" if others else ""
+        also = f"; other linear layers: {', '.join(others[-4:])}" if others else ""
         raise ValueError(
             f"model must have one final linear layer, found {len(candidates)} with {outputs} "
             f"outputs ({', '.join(candidates[-4:])}{also}); pass head= with the name of one of "
@@ -128,14 +129,19 @@ def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
             "criterion must be called as criterion(features, weight, target, bias=, logits=), "
             f"which {name} is not: {fix}"
         ) from None
-    if isinstance(criterion, Criterion):
-        sizes = sum(head.weight.shape[1] for head in heads), len(heads[0].weight)
-        found = criterion.num_features, criterion.num_classes
-        if found != sizes:
-            raise ValueError(
-                f"criterion must be for {sizes[0]} features and {sizes[1]} classes, like the "
-                f"attached layer, got {type(criterion).__name__} for {found[0]} and {found[1]}"
-            )
+    own = isinstance(criterion, Criterion) and type(criterion).forward.__module__.startswith("isda")
+    if own and (criterion.num_features, criterion.num_classes) != sizes(heads):
+        features, classes = sizes(heads)
+        raise ValueError(
+            f"criterion must be for {features} features and {classes} classes, like the attached "
+            f"layer, got {type(criterion).__name__} for {criterion.num_features} and "
+            f"{criterion.num_classes}; after new classes, call grow() first"
+        )
+
+
+def sizes(heads: Sequence[LinearLayer]) -> tuple[int, int]:
+    """Number of features of all layers together, and of classes; of sharded layers, too."""
+    return sum(map(_num_inputs, heads)), _num_outputs(heads[0])
 
 
 def _require_head(model: nn.Module, head: Head) -> LinearLayer:
@@ -175,6 +181,10 @@ def _unwrap(model: nn.Module) -> Any:
             break
         inner = wrapped
     return inner
+
+
+def _num_inputs(head: LinearLayer) -> int:
+    return head.in_features if isinstance(head, nn.Linear) else head.in_channels
 
 
 def _num_outputs(head: LinearLayer) -> int:

@@ -147,7 +147,8 @@ def _token_rows(
     """Rows of logits and target with as many classes as tokens, and whether the classes are last.
 
     The values tell the order (N, ..., C) from torch's (N, C, ...), unless the weight is 0: then it
-    is that of earlier batches. A GPU is synchronised until the order is known.
+    is that of earlier batches, else that of the layer. A GPU is synchronised until the order is
+    known, except by torch.compile and in a CUDA graph, where it is not learned.
     """
     last, second = logits.flatten(0, -2), flatten(logits)
     on_host = checks.known_on_host(features)
@@ -155,11 +156,12 @@ def _token_rows(
         checks.logits_differ(features, weight, bias, rows, thorough=on_host)
         for rows in (last, second)
     )
-    use_last = not_second
-    if classes_last is not None:
-        use_last = torch.where(not_second == not_last, classes_last, not_second)
-    look = on_host or (classes_last is None and not torch.compiler.is_compiling())
-    if look and bool(not_second != not_last):
+    usual = True if classes_last is None else classes_last
+    use_last = torch.where(not_second == not_last, usual, not_second)
+    fixed = torch.compiler.is_compiling() or (
+        features.is_cuda and torch.cuda.is_current_stream_capturing()
+    )
+    if (on_host or (classes_last is None and not fixed)) and bool(not_second != not_last):
         classes_last = bool(not_second)
     if target.shape == logits.shape:  # probabilities
         target = torch.where(use_last, target.flatten(0, -2), flatten(target))

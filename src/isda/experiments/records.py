@@ -348,7 +348,7 @@ def _written_by(config: Any) -> str:
     with contextlib.suppress(KeyError, TypeError, IndexError):
         version = config["environments"][-1]["isda"]
         if version != __version__:
-            return f"; it was written by torch-isda {version!s:.20}, this is {__version__}"
+            return f"; it was written by torch-isda {str(version)[:20]!r}, this is {__version__}"
     return ""
 
 

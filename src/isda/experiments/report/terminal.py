@@ -11,12 +11,12 @@ __all__ = ["OURS", "fit", "show", "terminal_width", "text_table"]
 OURS = "ours (n)"
 """Title of a column that belongs to the one before it."""
 
-_MOST_TABLES = 4
+_MOST_TABLES, _UNLIMITED = 4, 10**6
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or of ``COLUMNS``; 80 if the output does not go to a terminal."""
-    return max(shutil.get_terminal_size((80, 24)).columns, 40)
+    """Columns of the terminal, or of ``COLUMNS``; no limit if the output goes elsewhere."""
+    return max(shutil.get_terminal_size((_UNLIMITED, 24)).columns, 40)
 
 
 def show(text: str) -> None:
@@ -25,11 +25,12 @@ def show(text: str) -> None:
 
 
 def fit(text: str, width: int) -> str:
-    """Markdown that is at most ``width`` characters wide, with the same contents.
+    """Markdown that is at most ``width`` characters wide.
 
     Paragraphs are wrapped. The columns of a wide table are distributed over up to four tables that
-    repeat its labels; if that is not enough, the rows become a list. Lines with columns of their
-    own, see :func:`text_table`, and words longer than a line stay as they are.
+    repeat its labels; if that is not enough, the rows become a list, without the title of the
+    labels and without empty cells. Lines with columns of their own, see :func:`text_table`, and
+    words longer than a line stay as they are.
     """
     parts: list[str] = []
     for is_table, lines in itertools.groupby(text.split("\n"), lambda line: line.startswith("| ")):
@@ -61,7 +62,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wrap(line: str, width: int) -> str:
-    if len(line) <= width or "  " in line.strip():  # two spaces: columns of a table
+    if len(line) <= width or "  " in line:  # two spaces: columns of a table
         return line
     item = "* " if line.startswith("* ") else ""
     words = [  # names of runs that are longer than a line are broken behind a plus
@@ -80,7 +81,7 @@ def _wrap(line: str, width: int) -> str:
 
 
 def _fit_table(lines: list[str], width: int) -> str:
-    if max(map(len, lines)) <= width:
+    if max(map(len, lines)) <= width or len(lines) < 3:
         return "\n".join(lines)
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
     titles = [title.strip() for title in rows[0]]
@@ -97,7 +98,7 @@ def _fit_table(lines: list[str], width: int) -> str:
     tables = _distribute(groups, widths, room)
     too_wide = any(sum(widths[column] for column in columns) > room for columns in tables)
     if too_wide or len(tables) > _MOST_TABLES:
-        return _as_list(titles, rows[2:], width)
+        return "\n".join(_item(titles, row, width) for row in rows[2:])
     return "\n\n".join(
         "\n".join("|" + "|".join(row[n] for n in [*labels, *columns]) + "|" for row in rows)
         for columns in tables
@@ -114,13 +115,11 @@ def _distribute(groups: Sequence[list[int]], widths: Sequence[int], room: int) -
     return tables
 
 
-def _as_list(titles: list[str], rows: list[list[str]], width: int) -> str:
-    """An item for each row: its first cell, then the others with their titles."""
-    items: list[str] = []
-    for row in rows:
-        first, *cells = (cell.strip() for cell in row)
-        others = "; ".join(
-            f"{title}: {cell}" for title, cell in zip(titles[1:], cells, strict=True) if cell
-        )
-        items += [_wrap(f"* {first}", width), textwrap.indent(_wrap(others, width - 2), "  ")]
-    return "\n".join(items)
+def _item(titles: list[str], row: list[str], width: int) -> str:
+    """A row of a table as an item of a list: its first cell, then the others with their titles."""
+    first, *cells = (" ".join(cell.split()) for cell in row)
+    lines = [_wrap(f"* {first}", width)]
+    others = [f"{title}: {cell}" for title, cell in zip(titles[1:], cells, strict=True) if cell]
+    if others:
+        lines.append(textwrap.indent(_wrap("; ".join(others), width - 2), "  "))
+    return "\n".join(lines)

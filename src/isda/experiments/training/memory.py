@@ -36,10 +36,10 @@ def create_on(
     """Create a module on a device.
 
     Args:
-        device: device of its parameters and buffers; nothing is allocated on the host for a GPU.
+        device: device of the module; nothing is allocated on the host for a GPU.
         create: creates the module on the default device.
-        limit: bytes that it may take on the host. The system may promise more memory than it has,
-            and end the process when it is used.
+        limit: bytes that its buffers may take on the host. The system may promise more memory than
+            it has, and end the process when it is used.
 
     Raises:
         MemoryError: it takes more than ``limit``.
@@ -49,7 +49,7 @@ def create_on(
         with torch.device("meta"):
             size = sum(buffer.nbytes for buffer in create().buffers())
         if size > limit:
-            raise MemoryError(f"{size} bytes of statistics")
+            raise MemoryError(f"{size} bytes of buffers")
     with device:
         return create()
 

@@ -25,7 +25,7 @@ from isda.experiments.training.failures import Failures, reason_of
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.run_folder import RunFolder, require_free
 
-__all__ = ["fork_server", "train_in_processes"]
+__all__ = ["train_in_processes"]
 
 
 def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolder]:
@@ -39,9 +39,8 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
         require_free(folders)
     failures = Failures(len(plans))
     others = set(multiprocessing.active_children())
-    number = min(options.processes, len(plans))
-    context = fork_server("isda.experiments.training.loop")
-    with ProcessPoolExecutor(number, context, _begin, (dict(os.environ),)) as pool:
+    context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+    with ProcessPoolExecutor(min(options.processes, len(plans)), context, _begin) as pool:
         label = f"{plans[0].recipe.data} {plans[0].recipe.network}, {options.processes} processes"
         try:
             with _no_interrupts():
@@ -73,15 +72,6 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     return done
 
 
-def fork_server(module: str) -> multiprocessing.context.BaseContext:
-    """Processes forked from one that has imported a module but run nothing: no threads are lost."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():  # on Windows
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module, "torch._dynamo"])  # which torch's optimizers import
-    return context
-
-
 @contextlib.contextmanager
 def _no_interrupts() -> Iterator[None]:
     """Block SIGINT, also in processes that are started here, until they have imported torch."""
@@ -99,8 +89,7 @@ def _exists(folder: Path) -> bool:
     return (folder / "config.json").exists()
 
 
-def _begin(environment: dict[str, str]) -> None:
-    os.environ.update(environment)  # that of now, not of the first call
+def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; checkpoints are intact
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
