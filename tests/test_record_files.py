@@ -76,7 +76,7 @@ def test_a_record_of_another_version(change: str, folder: Path) -> None:
     config["environments"][-1]["isda"] = "9.1.0"
     change_config(folder, **config)
     assert "'novelty'" in damage_of(folder)
-    assert f"written by torch-isda 9.1.0, this is {__version__}" in damage_of(folder)
+    assert f"written by torch-isda '9.1.0', this is {__version__}" in damage_of(folder)
 
 
 def test_a_checksum_cannot_be_taken_from_some_lines(folder: Path) -> None:
