@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +315,20 @@ def test_trainer_refusals():
     callback = transformers.ISDACallback(isda.attach(model))
     with pytest.raises(ValueError, match="train each trial with a Trainer of its own"):
         callback.on_train_begin(None, state, None)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda x: {"logits": x}, lambda x: SimpleNamespace(logits=x), lambda x: (x, None)],
+    ids=["dict", "attribute", "tuple"],
+)
+def test_loss_func_finds_the_logits(wrap):
+    loss_func = pytest.importorskip("isda.integrations.transformers").loss_func
+    model, labels = nn.Linear(4, 3), torch.tensor([0, 2])
+    compute_loss = loss_func(isda.attach(model, lambda_0=0.0, total_steps=5))
+    logits = model(torch.randn(2, 4))
+    expected = nn.functional.cross_entropy(logits, labels)
+    torch.testing.assert_close(compute_loss(wrap(logits), labels), expected)
 
 
 @pytest.mark.parametrize("kind", ["probabilities", "labels", "maps", "plain", "tokens"])

@@ -66,11 +66,10 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
     def compute_loss(
         outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        logits = (
-            outputs["logits"] if isinstance(outputs, dict) else getattr(outputs, "logits", None)
-        )
-        if logits is None:
-            logits = outputs[0]
+        if isinstance(outputs, dict):
+            logits = outputs["logits"]
+        else:
+            logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
         if labels is None:
             raise ValueError('labels must be in the batch as "labels", found none')
         maps = logits.dim() == 4 and labels.dim() == 3
