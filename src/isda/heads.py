@@ -129,7 +129,9 @@ def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
             "criterion must be called as criterion(features, weight, target, bias=, logits=), "
             f"which {name} is not: {fix}"
         ) from None
-    own = isinstance(criterion, Criterion) and type(criterion).forward.__module__.startswith("isda")
+    own = isinstance(criterion, Criterion) and type(criterion).forward.__module__.startswith(
+        "isda."
+    )
     if own and (criterion.num_features, criterion.num_classes) != sizes(heads):
         features, classes = sizes(heads)
         raise ValueError(
