@@ -41,7 +41,7 @@ lint: $(VENV)/installed
 
 test: lint $(VENV)/docs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/test_kernels.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/test_kernels.py tests/test_narrow_convolution.py
 
 chaos: $(VENV)/installed
 	ISDA_CHAOS_SEED=$(SEED) ISDA_CHAOS_SCALE=$(SCALE) $(BIN)/python -m pytest -q -s tests/chaos

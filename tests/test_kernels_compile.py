@@ -19,6 +19,7 @@ if torch.cuda.is_available():
 import triton
 from triton.backends.compiler import GPUTarget
 
+from isda.experiments.networks import narrow_convolution_kernels
 from isda.kernels import class_statistics, covariance_update, cuda, many_classes, products
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -136,6 +137,21 @@ def test_the_other_kernels(launches):
         "_cross_entropy", "_reduce",
         "_cross_entropy_backward", "_class_statistics",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("channels", [(16, 16), (16, 32), (32, 32)], ids=str)
+def test_narrow_convolutions(channels, launches):
+    inputs, outputs = channels
+    images, grad = (
+        torch.zeros(2, number, 8, 8, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        for number in channels
+    )
+    weight = torch.zeros(outputs, inputs, 3, 3)
+    narrow_convolution_kernels.convolve(images, weight, transposed=False)
+    narrow_convolution_kernels.convolve(grad, weight, transposed=True)
+    narrow_convolution_kernels.weight_gradient(grad, images)
+    names = [launch.name for launch in launches]
+    assert names == ["_convolve", "_convolve", "_weight_gradient", "_sum_parts"]
 
 
 def test_missing_padding_is_not_written():

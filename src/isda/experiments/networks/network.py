@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from isda.experiments.networks.narrow_convolution import NarrowConv2d
 from isda.experiments.networks.pretrained import LoadedWeights
 
 __all__ = ["ConvNetwork", "Network", "conv", "initialise_convolutions", "stages"]
@@ -81,6 +82,9 @@ def conv(
     in_channels: int, out_channels: int, kernel_size: int = 3, *, stride: int = 1, groups: int = 1
 ) -> nn.Conv2d:
     """Convolution with padding and without bias, since batch norm follows."""
+    narrow = {in_channels, out_channels} <= {*NarrowConv2d.CHANNELS}
+    if narrow and (kernel_size, stride, groups) == (3, 1, 1):
+        return NarrowConv2d(in_channels, out_channels)
     padding = kernel_size // 2
     return nn.Conv2d(
         in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False
