@@ -49,6 +49,8 @@ class Workers:
     """
 
     def __init__(self, address: str | None, device: str, processes: int) -> None:
+        if device not in ("auto", "cpu", "cuda"):
+            raise InputError(f"device must be auto, cpu or cuda with --engine ray, got {device!r}")
         try:
             ray = import_module("ray")
         except ImportError as error:
@@ -56,8 +58,6 @@ class Workers:
                 "--engine ray needs the package ray: pip install -e '.[cluster]'"
             ) from error
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing to anyone
-        if device not in ("auto", "cpu", "cuda"):
-            raise InputError(f"device must be auto, cpu or cuda with --engine ray, got {device!r}")
         own: dict[str, Any] = {}  # settings of an instance that is started here
         if address is None:
             own = {"include_dashboard": False} | ({"num_cpus": processes} if processes > 1 else {})
