@@ -178,7 +178,7 @@ class AttachedLoss(nn.Module):
             evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
             last = self._classes_last
             if last is None:  # as the layer gives them
-                last = isinstance(self.heads[0], nn.Linear) and self._captures[0].has_tokens
+                last = isinstance(self.heads[0], nn.Linear)
             logits, target = classes_second(logits, target, len(weight), classes_last=last)
             value: Tensor = evaluate(logits, target)
             return value
