@@ -359,10 +359,22 @@ def test_loss_func_divides_by_what_the_trainer_counts(kind):
     ours = loss_func(criterion)({"logits": logits}, labels, labels.ne(-100).sum())
     close(ours, expected)
     criterion.eval()  # and in evaluation
-    close(
-        loss_func(criterion)({"logits": logits}, labels, labels.ne(-100).sum()),
-        criterion(large.mT, labels.mT) if kind == "tokens" else criterion(large, labels),
-    )
+    ours = loss_func(criterion)({"logits": logits}, labels, labels.ne(-100).sum())
+    close(ours, criterion(large, labels))
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("soft", [False, True])
+def test_loss_func_with_as_many_tokens_as_classes(soft, train):
+    """Also in the first call, which may be an evaluation."""
+    loss_func = pytest.importorskip("isda.integrations.transformers").loss_func
+    model = nn.Linear(A, C).train(train)
+    criterion = isda.attach(model, lambda_0=0.0, total_steps=5)
+    labels = torch.randn(3, C, C).softmax(2) if soft else torch.randint(C, (3, C))
+    with torch.no_grad():
+        logits = model(torch.randn(3, C, A))
+    loss = loss_func(criterion)({"logits": logits}, labels)
+    close(loss, nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(0, 1)))
 
 
 # Lightning

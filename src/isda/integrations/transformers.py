@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -30,8 +30,8 @@ from isda.multilabel import ISDABCEWithLogitsLoss
 
 __all__ = ["ISDACallback", "loss_func"]
 
-TRAINER_COUNTS = -100
-"""Labels other than this one are counted by the Trainer in ``num_items_in_batch``."""
+IGNORED = -100
+"""The label that the Trainer does not count in ``num_items_in_batch``."""
 
 
 def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
@@ -50,18 +50,17 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
     """
     require_isda(criterion)
     inner: Any = criterion.criterion
-    ignored = getattr(inner, "ignore_index", TRAINER_COUNTS)
-    if ignored != TRAINER_COUNTS:
+    ignored = getattr(inner, "ignore_index", IGNORED)
+    if ignored != IGNORED:
         raise ValueError(
-            f"ignore_index must be {TRAINER_COUNTS} with the Trainer, which counts all other "
-            f"labels, got {ignored}: set such labels to {TRAINER_COUNTS} in the data set"
+            f"ignore_index must be {IGNORED} with the Trainer, which counts all other labels, "
+            f"got {ignored}: set such labels to {IGNORED} in the data set"
         )
     if inner.reduction != "mean":
         raise ValueError(
             "reduction must be 'mean', which loss_func replaces by the Trainer's normalisation, "
             f"got {inner.reduction!r}"
         )
-    tokens = isinstance(criterion.heads[0], nn.Linear)
 
     def compute_loss(
         outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
@@ -75,9 +74,6 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
         maps = logits.dim() == 4 and labels.dim() == 3
         if maps and logits.shape[2:] != labels.shape[1:]:
             logits = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
-        if tokens and logits.dim() == 3:  # (N, L, C) to torch's order, also where L = C
-            soft = labels.is_floating_point() and labels.shape == logits.shape
-            logits, labels = logits.mT, labels.mT if soft else labels
         if num_items_in_batch is None:
             return criterion(logits, labels)
         number = num_items_in_batch
