@@ -134,10 +134,14 @@ class Criterion(nn.Module):
                 self.refuse()
             raise
 
-    def _strength_at(self, progress: float | Tensor) -> Tensor:
-        """λ at a progress t/T, on the device of the criterion."""
+    def _strength_at(self, step: Tensor, progress: float | Tensor | None) -> Tensor:
+        """λ at a progress t/T, or if that is None, after a number of steps."""
         device = self.step.device
-        if not isinstance(progress, Tensor):  # full: unlike a copy, it can be captured in a graph
+        if self.ramp == "constant":
+            progress = 1.0
+        if progress is None:
+            progress = (step / self._require_total_steps()).clamp(max=1)
+        elif not isinstance(progress, Tensor):  # full: a CUDA graph can capture it, but no copy
             progress = torch.full((), progress, dtype=torch.float64, device=device)
         return functional.ramped_strength(self.lambda_0, progress.to(device).reshape(()))
 

@@ -293,7 +293,7 @@ class ISDALoss(Criterion):
             self.reduction == "mean",
         )
         if progress is not None:
-            strength = self._strength_at(progress)
+            strength = self._strength_at(self.step, progress)
         if self.weight is not None and self.reduction == "mean" and not target.is_floating_point():
             total = torch.where(index < 0, 0.0, self.weight.double()[index.clamp(min=0)]).sum()
             total = torch.where(total == 0, 1.0, total)

@@ -134,7 +134,8 @@ class ISDABCEWithLogitsLoss(Criterion):
         with torch.autocast(features.device.type, enabled=False):
             if not self.training:
                 return self.evaluate(logits, target)
-            strength = self._strength(progress, update)
+            step = self.step if update else (self.step - 1).clamp(min=0)
+            strength = self._strength_at(step, progress)
             world_size = distributed.world_size(self.process_group) if self.synchronize else 1
             learn = update and not self.frozen
             self._update(features.detach(), target, world_size, learn)
@@ -199,15 +200,6 @@ class ISDABCEWithLogitsLoss(Criterion):
             raise FloatingPointError(checks.overflow_message(float(strength), largest))
         if problem:
             raise ValueError(checks.problem_message(problem, self.num_classes, -100))
-
-    def _strength(self, progress: float | Tensor | None, update: bool) -> Tensor:
-        """λ in force."""
-        if self.ramp == "constant":
-            progress = 1.0
-        elif progress is None:
-            step = self.step if update else (self.step - 1).clamp(min=0)
-            progress = (step / self._require_total_steps()).clamp(max=1)
-        return self._strength_at(progress)
 
     def _update(self, features: Tensor, target: Tensor, world_size: int, learn: bool) -> None:
         """Merge every sample of all ranks into the statistics of each of its classes."""

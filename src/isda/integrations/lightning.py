@@ -54,7 +54,7 @@ class ISDACallback(Callback):
         self._is_set_up = False
         self._is_training = False
         self._is_given = criterion.total_steps is not None
-        self._strength: float | Tensor | None = None
+        self._strength: Tensor | None = None
         self._target: Tensor | None = None
 
     def __call__(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -72,13 +72,7 @@ class ISDACallback(Callback):
         loss: Tensor = self.criterion(logits, target, **options)
         if training and self._is_training:
             self._target = target
-            progress = options.get("progress")
-            if inner.ramp == "constant":
-                self._strength = inner.lambda_0
-            elif progress is None:
-                self._strength = inner.lambda_0 * (step / inner.total_steps).clamp(max=1)
-            else:
-                self._strength = inner.lambda_0 * progress
+            self._strength = inner._strength_at(step, options.get("progress"))
         return loss
 
     @property
