@@ -233,7 +233,7 @@ class AttachedLoss(nn.Module):
 
     @lambda_0.setter
     def lambda_0(self, lambda_0: float) -> None:
-        checks.require_ramp(lambda_0, None, "linear")
+        checks.require_lambda_0(lambda_0)
         self.criterion.lambda_0 = lambda_0
 
     def gather_parameters(self) -> tuple[Tensor, Tensor | None]:

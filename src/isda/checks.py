@@ -31,8 +31,8 @@ __all__ = [
     "require_call",
     "require_class_weight",
     "require_label_smoothing",
+    "require_lambda_0",
     "require_max_shift",
-    "require_ramp",
     "require_total_steps",
     "warn",
 ]
@@ -61,12 +61,9 @@ MISMATCH = (
 )
 
 
-def require_ramp(lambda_0: float, total_steps: int | None, ramp: str) -> None:
+def require_lambda_0(lambda_0: float) -> None:
     if not isinstance(lambda_0, Real) or not 0 <= lambda_0 < float("inf"):
         raise ValueError(f"lambda_0 must be >= 0 and finite, got {lambda_0!r}")
-    require_total_steps(total_steps)
-    if ramp not in ("linear", "constant"):
-        raise ValueError(f"ramp must be 'linear' or 'constant', got {ramp!r}")
 
 
 def require_total_steps(total_steps: int | None) -> None:

@@ -1,7 +1,7 @@
 """What ISDALoss and ISDABCEWithLogitsLoss share: statistics, ramp of λ, ranks and state."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,15 +42,17 @@ class Criterion(nn.Module):
         process_group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__()
-        checks.require_ramp(lambda_0, total_steps, ramp)
+        checks.require_lambda_0(lambda_0)
         checks.require_class_weight("weight", weight, num_classes)
         require_reduction(reduction)
+        if ramp not in get_args(Ramp):
+            raise ValueError(f"ramp must be 'linear' or 'constant', got {ramp!r}")
         checks.require_max_shift(max_shift)
+        self.total_steps = total_steps
         self.estimator = _create_estimator(covariance, num_features, num_classes, decay)
         self.num_features = num_features
         self.num_classes = num_classes
         self.lambda_0 = lambda_0
-        self._total_steps = None if total_steps is None else int(total_steps)
         self.ramp = ramp
         self.reduction: Reduction = reduction
         self.max_shift = max_shift
