@@ -29,23 +29,12 @@ class ISDABCEWithLogitsLoss(Criterion):
     of ``torch.compile``, and raises immediately for bad values. Several ranks are handled as in
     :class:`isda.ISDALoss`.
 
+    The arguments that are not listed here are those of :class:`isda.ISDALoss`.
+
     Args:
-        num_features: number A of features, the head's ``in_features``.
-        num_classes: number C of classes, the head's ``out_features``.
-        lambda_0: final strength λ₀ of the augmentation.
-        total_steps: number T of steps of the whole training; not needed if every call passes
-            ``progress``, or with ``ramp="constant"``.
         covariance: "full", "diagonal", "shared", "identity", or an :class:`isda.Covariance`.
-        decay: weight of old samples, see :class:`isda.Covariance`.
-        ramp: "linear" for λ = λ₀ t/T, "constant" for λ = λ₀.
         weight: weight of each class, as in ``nn.BCEWithLogitsLoss``.
         pos_weight: weight of the positive part of each class, as in ``nn.BCEWithLogitsLoss``.
-        reduction: "mean", "sum" or "none".
-        max_shift: largest shift (λ/2) q of a logit, see :func:`isda.functional.limit_shift`; None
-            for no limit, as in the paper.
-        frozen: use the statistics without updating them; can be changed at any time.
-        synchronize: gather the features of all ranks; False if each rank trains its own model.
-        process_group: the ranks that train one model; None for all.
 
     Shape:
         features (N, A), weight (C, A), target (N, C); output () or (N, C).
@@ -109,16 +98,11 @@ class ISDABCEWithLogitsLoss(Criterion):
     ) -> Tensor:
         """Merge the batch into the statistics and return the loss.
 
+        The arguments that are not listed here are those of :meth:`isda.ISDALoss.forward`.
+
         Args:
-            features: input of the final linear layer.
-            weight: of the final linear layer.
             target: 1 for the labels of a sample, else 0; or probabilities, of which those above
                 0.5 are labels.
-            bias: of the final linear layer.
-            logits: output of the final linear layer, if it has been computed already.
-            progress: t/T in [0, 1], instead of the criterion's own step count.
-            update: False to leave the statistics and the step count as they are, for a second loss
-                in the same training step; λ is that of the last counted step.
         """
         self._require_call(
             self.training,

@@ -19,7 +19,7 @@ from torch.library import CustomOpDef, custom_op
 
 from isda import functional
 from isda.functional import Moments
-from isda.functional.losses import Reduction, flatten, require_reduction
+from isda.functional.losses import Reduction, flatten
 from isda.kernels import Products, plain
 from isda.versions import HAS_KERNELS
 
@@ -103,7 +103,6 @@ def cross_entropy(
         and not target.is_floating_point()
         and target.shape == logits.shape[:1] + logits.shape[2:]
     ):
-        require_reduction(reduction)
         loss, *_ = _fused_cross_entropy(
             flatten(logits), None, target.flatten(), None, None, ignore_index, reduction == "mean"
         )
@@ -134,15 +133,10 @@ def isda_cross_entropy(
 ) -> Tensor:
     """:func:`isda.functional.isda_cross_entropy`, fused on CUDA, summed and scaled.
 
+    The arguments that are not listed here are those of the plain form.
+
     Args:
-        logits: this and the following: see :func:`isda.functional.isda_cross_entropy`.
-        target: class indices or class probabilities.
-        quadratic: variance of every logit margin.
-        strength: λ.
         scale: factor of the losses. 0 stands for a bad batch: the loss is NaN, without gradients.
-        class_weight: weight of each class.
-        label_smoothing: share of the target that is spread over all classes.
-        ignore_index: class index of samples that do not count.
         reduction: "none" for the losses of the samples, else their scaled sum.
     """
     if (

@@ -241,7 +241,6 @@ def cross_entropy(
         logits (N, C) or (N, C, ...), target (N,) or (N, ...), or probabilities like logits; output
         () or the shape of class indices.
     """
-    require_reduction(reduction)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     soft = target.is_floating_point()
     if soft:
