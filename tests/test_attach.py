@@ -662,7 +662,7 @@ def test_strength_and_total_steps_of_a_model():
 def test_large_statistics_are_announced():
     """15.6 GiB for a ResNet-50 with 1000 classes: said before they are allocated."""
     with torch.device("meta"):
-        with pytest.raises(ValueError, match="meta device: attach after to_empty"):
+        with pytest.raises(ValueError, match=r"model on the meta device after to_empty\(\)"):
             attach(nn.Linear(2048, 1000))
         with pytest.warns(
             UserWarning, match=r"take 15\.6 GiB; .*\"diagonal\" takes 7\.8 MiB"

@@ -100,10 +100,13 @@ def mistakes() -> dict:
             lambda: attach(model, head="fc"),
             "head must be the name of a layer, got 'fc'; the last linear layers are head, body",
         ),
-        "no layer": (lambda: attach(model, head=[]), "head must name at least one layer, got []"),
+        "no layer": (
+            lambda: attach(model, head=[]),
+            "head must name one or more different layers, got []",
+        ),
         "one layer twice": (
             lambda: attach(model, head=["head", "head"]),
-            "head must name different layers, got ['head', 'head']",
+            "head must name one or more different layers, got ['head', 'head']",
         ),
         "different heads": (
             lambda: attach(model, head=["head", "body"]),
@@ -113,7 +116,7 @@ def mistakes() -> dict:
             lambda: attach(m := nn.Sequential(nn.Conv2d(3, 4, 1, stride=2)), head=m[0]),
             "head must be an nn.Linear or a 1×1 convolution (stride 1, no padding, one group), got",
         ),
-        "lazy": (lambda: attach(lazy), "run one batch through the model"),
+        "lazy": (lambda: attach(lazy), "run one batch through a lazy model"),
         "swapped": (
             lambda: attach(nn.CrossEntropyLoss(), model),
             "model must have parameters to train, got CrossEntropyLoss without any; the call is "
@@ -142,7 +145,7 @@ def mistakes() -> dict:
         ),
         "class as criterion": (
             lambda: attach(model, isda.ISDALoss),
-            "criterion must be a loss module, got the class ISDALoss: create it first",
+            "criterion must be a loss module, not its class, got <class 'isda.loss.ISDALoss'>",
         ),
         "criterion of another size": (
             lambda: attach(nn.Linear(8, C), isda.ISDALoss(9, C)),
@@ -150,7 +153,7 @@ def mistakes() -> dict:
         ),
         "option as criterion": (
             lambda: attach(model, 0.5),
-            "criterion must be a loss module, got 0.5; options such as lambda_0= are passed by",
+            "not its class, got 0.5; options such as lambda_0= are passed by name",
         ),
         "no module": (lambda: attach("resnet18"), "model must be an nn.Module, got str"),
         "cross entropy": (

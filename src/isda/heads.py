@@ -72,10 +72,8 @@ def require_heads(model: nn.Module, head: Head | Sequence[Head] | None) -> tuple
     else:
         given = head if isinstance(head, list | tuple) else [head]  # type: ignore[list-item]
     heads = tuple(_require_head(model, each) for each in given)
-    if not heads:
-        raise ValueError(f"head must name at least one layer, got {head!r}")
-    if len({*map(id, heads)}) < len(heads):
-        raise ValueError(f"head must name different layers, got {head!r}")
+    if not heads or len({*map(id, heads)}) < len(heads):
+        raise ValueError(f"head must name one or more different layers, got {head!r}")
     if len({_num_outputs(each) for each in heads}) > 1 or len({*map(type, heads)}) > 1:
         raise ValueError(
             "the layers of head are summed, so they must be of one type and have the same number "
@@ -102,13 +100,10 @@ def require_model(model: Any) -> None:
 
 def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
     """Raise ValueError for a loss that cannot be called with the features and weight of a layer."""
-    if isinstance(criterion, type):
-        name = criterion.__name__
-        raise ValueError(f"criterion must be a loss module, got the class {name}: create it first")
-    if not callable(criterion):
+    if isinstance(criterion, type) or not callable(criterion):
         raise ValueError(
-            f"criterion must be a loss module, got {criterion!r}; options such as lambda_0= are "
-            "passed by name"
+            f"criterion must be a loss module, not its class, got {criterion!r}; options such as "
+            "lambda_0= are passed by name"
         )
     try:
         call = inspect.signature(criterion.forward)
@@ -164,12 +159,10 @@ def _require_head(model: nn.Module, head: Head) -> LinearLayer:
         raise ValueError(f"head must be a module of the model, got {layer}")
     if not _is_linear(layer):
         raise ValueError(f"head must be {_KINDS}, got {layer}")
-    if isinstance(layer.weight, UninitializedParameter):
-        raise ValueError(f"head must have a weight, got {layer}: run one batch through the model")
-    if layer.weight.is_meta:
+    if isinstance(layer.weight, UninitializedParameter) or layer.weight.is_meta:
         raise ValueError(
-            "head must have a weight with values, got one on the meta device: attach after "
-            "to_empty() and the initialisation"
+            f"head must have a weight with values, got {layer}: before attach, run one batch "
+            "through a lazy model, or initialise a model on the meta device after to_empty()"
         )
     return layer
 

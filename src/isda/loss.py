@@ -321,7 +321,7 @@ class ISDALoss(Criterion):
         ``covariance_index`` for each sample and label.
         """
         soft, own = target.is_floating_point(), batch.index[batch.own]
-        estimator = self.estimator
+        estimator: Any = self.estimator  # the protocol does not require covariance_index
         simple = batch.world_size == 1 and covariance_index is None and not soft
         if learn and simple and type(estimator) is FullCovariance:  # no subclass: it may differ
             return ops.update_and_quadratic(
@@ -337,13 +337,11 @@ class ISDALoss(Criterion):
         label = torch.arange(self.num_classes, device=own.device) if soft else own.clamp(min=0)
         if covariance_index is None:
             return estimator.quadratic(weight, label)
-        options: dict[str, Any] = {
-            "covariance_index": torch.where(own < 0, 0, covariance_index.flatten())
-        }
+        chosen = torch.where(own < 0, 0, covariance_index.flatten())
         if not soft:
-            return estimator.quadratic(weight, label, **options)
-        options["covariance_index"] = options["covariance_index"].repeat_interleave(len(label))
-        rows = estimator.quadratic(weight, label.repeat(len(own)), **options)
+            return estimator.quadratic(weight, label, covariance_index=chosen)
+        chosen = chosen.repeat_interleave(len(label))
+        rows = estimator.quadratic(weight, label.repeat(len(own)), covariance_index=chosen)
         return rows.view(len(own), len(label), len(label))
 
 

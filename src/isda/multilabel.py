@@ -213,8 +213,8 @@ class ISDABCEWithLogitsLoss(Criterion):
         # relative to a class whose weight is 0, a margin is the logit itself
         extended = F.pad(weight.float(), (0, 0, 0, 1))  # (C + 1, A)
         classes = torch.arange(self.num_classes, device=weight.device)
-        options: dict[str, Any] = {"covariance_index": classes}
         zero = torch.full_like(classes, self.num_classes)
-        table = self.estimator.quadratic(extended, zero, **options)[:, :-1]  # (C, C)
+        estimator: Any = self.estimator  # the protocol does not require covariance_index
+        table = estimator.quadratic(extended, zero, covariance_index=classes)[:, :-1]  # (C, C)
         labels = (target > 0.5).to(table.dtype)
         return labels / labels.sum(1, keepdim=True).clamp(min=1) @ table
