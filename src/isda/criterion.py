@@ -94,8 +94,8 @@ class Criterion(nn.Module):
 
     def refuse(self) -> None:
         """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
-        if self.synchronize:
-            distributed.refuse(self.process_group)
+        if self.synchronize and not torch.compiler.is_compiling():
+            distributed.agree(0, checks.REFUSED, self.process_group)
 
     def extra_repr(self) -> str:
         weight = None if self.weight is None else f"tensor of shape ({self.num_classes},)"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda import ops
-from isda.checks import REFUSED, SKIP
+from isda.checks import SKIP
 from isda.covariance import FullCovariance, Precision, align_rows
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "gather_target",
     "is_sharded",
     "rank",
-    "refuse",
     "sum_over_ranks",
     "world_size",
 ]
@@ -61,12 +60,6 @@ def agree(size: int, problem: int, group: dist.ProcessGroup | None) -> tuple[int
     return size, problem
 
 
-def refuse(group: dist.ProcessGroup | None) -> None:
-    """Tell the other ranks, which are in :func:`agree`, that this one refuses its batch."""
-    if not torch.compiler.is_compiling():
-        agree(0, REFUSED, group)
-
-
 def gather_batch(
     features: Tensor, target: Tensor, group: dist.ProcessGroup | None, *, size: int
 ) -> tuple[Tensor, Tensor]:
@@ -81,11 +74,8 @@ def gather_batch(
     Shape:
         features (N, A), target (N,); outputs (world * size, A) and (world * size,).
     """
-    world = world_size(group)
-    if world == 1:
-        return features, target
     features = F.pad(features, (0, 0, 0, size - len(target))).contiguous()
-    all_features = features.new_empty(world * size, features.shape[1])
+    all_features = features.new_empty(world_size(group) * size, features.shape[1])
     dist.all_gather_into_tensor(all_features, features, group=group)
     return all_features, gather_target(target, group, size=size)
 
