@@ -54,8 +54,7 @@ class ISDACallback(Callback):
         self._is_set_up = False
         self._is_training = False
         self._is_given = criterion.total_steps is not None
-        self._strength: Tensor | None = None
-        self._target: Tensor | None = None
+        self._last: tuple[Tensor, Tensor] | None = None  # λ and target of the last batch
 
     def __call__(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
         """Loss of the last batch of the model, see :class:`isda.AttachedLoss`."""
@@ -71,8 +70,7 @@ class ISDACallback(Callback):
             options |= {"progress": 0.0, "update": False}
         loss: Tensor = self.criterion(logits, target, **options)
         if training and self._is_training:
-            self._target = target
-            self._strength = inner._strength_at(step, options.get("progress"))
+            self._last = inner._strength_at(step, options.get("progress")), target
         return loss
 
     @property
@@ -125,13 +123,13 @@ class ISDACallback(Callback):
         self._is_training = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if self._strength is None or self._target is None:
+        if self._last is None:
             return
-        target, self._target = self._target, None
+        (strength, target), self._last = self._last, None
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not every or trainer.global_step % every:
             return
-        pl_module.log("isda/strength", self._strength)
+        pl_module.log("isda/strength", strength)
         cross_entropy = isinstance(self.criterion.criterion, ISDALoss)
         if cross_entropy and isinstance(self.criterion.estimator, Covariance):
             pl_module.log("isda/quadratic", self._mean_quadratic(target))

@@ -213,7 +213,7 @@ def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
 def _is_state_of(folder: Path, state: TrainerState) -> bool:
     """Whether a checkpoint is the one that the Trainer's state was loaded from."""
     saved = TrainerState.load_from_json(str(folder / "trainer_state.json"))
-    keys = ("global_step", "log_history")
-    return [json.dumps(getattr(saved, key)) for key in keys] == [
-        json.dumps(getattr(state, key)) for key in keys
-    ]
+    return all(
+        json.dumps(getattr(saved, key)) == json.dumps(getattr(state, key))
+        for key in ("global_step", "log_history")
+    )
