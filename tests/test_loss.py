@@ -491,15 +491,15 @@ def test_autocast(structure, device):
         ({"total_steps": 2.5}, "total_steps must be a whole number >= 1, got 2.5"),
         ({"total_steps": float("nan")}, "total_steps must be a whole number >= 1, got nan"),
         ({"total_steps": float("inf")}, "total_steps must be a whole number >= 1, got inf"),
-        ({"covariance": FullCovariance}, "covariance must be an estimator with update and quad"),
-        ({"covariance": None}, "covariance must be an estimator with update and quadratic"),
+        ({"covariance": FullCovariance}, "or an estimator with update and quadratic, got <class"),
+        ({"covariance": None}, "or an estimator with update and quadratic, got None"),
         ({"ramp": "cosine"}, "ramp must be 'linear' or 'constant', got 'cosine'"),
         ({"reduction": "max"}, "reduction must be 'mean', 'sum' or 'none', got 'max'"),
         ({"decay": 0.0}, "decay must be in (0, 1], got 0.0"),
         (
             {"covariance": "low_rank"},
-            "covariance must be an estimator or one of full, diagonal, shared, identity, "
-            "got 'low_rank'",
+            "covariance must be one of full, diagonal, shared, identity, or an estimator with "
+            "update and quadratic, got 'low_rank'",
         ),
         (
             {"covariance": FullCovariance(A, C), "decay": 0.9},

@@ -167,13 +167,8 @@ class Criterion(nn.Module):
 def _create_estimator(
     covariance: str | Estimator, num_features: int, num_classes: int, decay: float
 ) -> Estimator:
-    """The estimator that the ``covariance`` option of a criterion stands for."""
-    if isinstance(covariance, str):
-        if covariance not in COVARIANCES:
-            raise ValueError(
-                f"covariance must be an estimator or one of {', '.join(COVARIANCES)}, "
-                f"got {covariance!r}"
-            )
+    """Create the estimator that ``covariance`` names, or check the one that is passed."""
+    if isinstance(covariance, str) and covariance in COVARIANCES:
         size = 4 * num_classes * num_features**2 / 2**30
         if covariance == "full" and size > 1:
             checks.warn(
@@ -181,12 +176,13 @@ def _create_estimator(
                 f'{size:.1f} GiB; covariance="diagonal" takes {1024 * size / num_features:.1f} MiB'
             )
         return COVARIANCES[covariance](num_features, num_classes, decay=decay)
+    if isinstance(covariance, type | str) or not isinstance(covariance, Estimator):
+        raise ValueError(
+            f"covariance must be one of {', '.join(COVARIANCES)}, or an estimator with update and "
+            f"quadratic, got {covariance!r}"
+        )
     if decay != 1.0:
         raise ValueError(f"decay={decay} must be set on the estimator that is passed")
-    if isinstance(covariance, type) or not isinstance(covariance, Estimator):
-        raise ValueError(
-            f"covariance must be an estimator with update and quadratic, got {covariance!r}"
-        )
     if isinstance(covariance, Covariance):
         found = (covariance.num_features, covariance.num_classes)
         if found != (num_features, num_classes):
