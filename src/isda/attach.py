@@ -57,8 +57,8 @@ def attach(
 
     Args:
         model: a classifier that ends in a linear layer: an ``nn.Linear`` or a 1×1 convolution.
-            Afterwards the model may reshape its logits, pick one position of a sequence, or resize
-            a map (linear, bicubic or nearest), because the features can be treated alike.
+            After this layer the model may reshape its logits, pick one position of a sequence, or
+            resize a map (linear, bicubic or nearest), because the same can be done to the features.
         criterion: a loss called as ``criterion(features, weight, target, bias=bias,
             logits=logits)`` and, in eval mode, as ``criterion.evaluate(logits, target)`` (ordinary
             cross entropy if there is no such method); None for an :class:`isda.ISDALoss` with the
@@ -115,7 +115,7 @@ class AttachedLoss(nn.Module):
     with the criterion, or by ``remove()``. A weight sharded by FSDP2 is gathered for each call.
     """
 
-    criterion: Criterion  # or another loss that is called like an ISDALoss
+    criterion: Criterion  # or another loss with the same call
     mismatch: Tensor
 
     def __init__(self, heads: Sequence[LinearLayer], criterion: nn.Module) -> None:
@@ -126,7 +126,7 @@ class AttachedLoss(nn.Module):
         self._warned = False
         self._resizing: dict[tuple[torch.Size, torch.Size], Resizing] = {}  # by sizes
         self._classes_last: bool | None = None
-        self.heads = tuple(heads)  # a tuple, so that they are no submodules of the criterion
+        self.heads = tuple(heads)  # a tuple: they must not become submodules of the criterion
         self._handles = [
             head.register_forward_pre_hook(capture, with_kwargs=True)
             for head, capture in zip(heads, self._captures, strict=True)
@@ -273,7 +273,7 @@ class AttachedLoss(nn.Module):
             weakref.finalize(self, handle.remove).atexit = False
 
     def _refuse(self) -> None:
-        """Make the other ranks raise, too, instead of waiting for this one."""
+        """Make the other ranks raise as well, instead of waiting for this one."""
         training = self.training and all(head.training for head in self.heads)
         if training and hasattr(self.criterion, "refuse"):
             self.criterion.refuse()
@@ -286,7 +286,7 @@ class AttachedLoss(nn.Module):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Rows:
-        """Rows of features and logits, if the logits are computed from the features.
+        """Rows of features and logits, after a check that the logits come from the features.
 
         On a CPU up to 1024 rows are compared. On a GPU and under ``torch.compile``, one row and 64
         classes are compared, a mismatch is recorded in ``mismatch``, and the features become NaN,

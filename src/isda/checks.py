@@ -1,9 +1,9 @@
 """What the criteria refuse, and how a GPU reports it without a synchronisation.
 
 Shapes, dtypes and devices are checked on the host before anything changes. Bad values (NaN
-features, targets out of range) would spoil the statistics for good: ``ops.screen`` marks bad
-samples with a negative class index, and ``ops.count_step`` turns the whole batch into skipped
-samples and sets a flag on the device. ``ops.flag_overflow`` sets it for a loss that is not finite.
+features, targets out of range) would corrupt the statistics permanently: ``ops.screen`` marks bad
+samples with a negative class index, and ``ops.count_step`` skips all samples of the batch and sets
+a flag on the device. ``ops.flag_overflow`` sets it for a loss that is not finite.
 On a CPU the flag raises at the end of the same call. On a GPU the host must not wait for it, so the
 error is raised where the host synchronises anyway, such as in ``state_dict()``.
 """

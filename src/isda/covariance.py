@@ -1,6 +1,6 @@
 """Online estimates of the feature covariance (Appendix A), in the structures of Table 5.
 
-:class:`Estimator` is what :class:`isda.ISDALoss` needs of them.
+:class:`Estimator` is the interface that :class:`isda.ISDALoss` requires.
 """
 
 import inspect
@@ -66,10 +66,10 @@ def require_covariance_index(estimator: Estimator) -> None:
 
 
 class Covariance(nn.Module):
-    """Base class of the estimators, whose statistics do not follow the precision of the model.
+    """Base class of the estimators.
 
-    Covariances are float32. Means are float64, because they change by less and less with a growing
-    number of samples.
+    Covariances are float32 in any precision of the model. Means are float64, because each new
+    sample changes them by less than the one before.
 
     Args:
         num_features: number A of features.
@@ -185,7 +185,7 @@ class Covariance(nn.Module):
                 raise ValueError(checks.problem_message(problem, self.num_classes, SKIP))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Covariance":
-        def keep_dtype(tensor: Tensor) -> Tensor:  # .half() and .double() change no statistics
+        def keep_dtype(tensor: Tensor) -> Tensor:  # .half() and .double() move the tensor only
             device = fn(tensor.new_empty(0)).device
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 

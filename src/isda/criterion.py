@@ -93,7 +93,7 @@ class Criterion(nn.Module):
         self.num_classes = num_classes
 
     def refuse(self) -> None:
-        """Make the other ranks raise, too, instead of waiting for a batch that does not come."""
+        """Make the other ranks raise as well, instead of waiting for the batch of this one."""
         if self.synchronize and not torch.compiler.is_compiling():
             distributed.agree(0, checks.REFUSED, self.process_group)
 
@@ -113,7 +113,7 @@ class Criterion(nn.Module):
         """Raise for arguments of a wrong type, device, dtype or shape.
 
         Args:
-            exchange: whether the other ranks wait for this one, so that they must raise, too.
+            exchange: whether the other ranks wait for this one, so that they must raise as well.
             arguments: see :func:`isda.checks.require_call`.
         """
         try:
@@ -131,19 +131,19 @@ class Criterion(nn.Module):
         """Output of the final linear layer, (N, A, ...) to (N, C, ...)."""
         try:
             return F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
-        except RuntimeError:  # dtypes that differ, or too little memory
+        except RuntimeError:  # different dtypes, or out of memory
             if self.training:
                 self.refuse()
             raise
 
     def _strength_at(self, step: Tensor, progress: float | Tensor | None) -> Tensor:
-        """λ at a progress t/T, or if that is None, after a number of steps."""
+        """λ at a progress t/T, or at a step if the progress is None."""
         device = self.step.device
         if self.ramp == "constant":
             progress = 1.0
         if progress is None:
             progress = (step / self._require_total_steps()).clamp(max=1)
-        elif not isinstance(progress, Tensor):  # full: a CUDA graph can capture it, but no copy
+        elif not isinstance(progress, Tensor):  # unlike a copy, full can be captured in a graph
             progress = torch.full((), progress, dtype=torch.float64, device=device)
         return functional.ramped_strength(self.lambda_0, progress.to(device).reshape(()))
 

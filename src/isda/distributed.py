@@ -31,7 +31,7 @@ __all__ = [
     "world_size",
 ]
 
-# weak references: the threads of a group that is never freed can abort a process at its end
+# weak references: the threads of a group that is never freed can abort the process at exit
 _host_groups: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 

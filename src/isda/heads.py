@@ -137,7 +137,7 @@ def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
 
 
 def sizes(heads: Sequence[LinearLayer]) -> tuple[int, int]:
-    """Number of features of all layers together, and of classes; of sharded layers, too."""
+    """Number of features of all layers together, and number of classes."""
     return sum(map(_num_inputs, heads)), _num_outputs(heads[0])
 
 

@@ -179,7 +179,7 @@ class ISDALoss(Criterion):
             ops.flag_overflow(
                 self.problem, self.overflow, loss.detach(), quadratic.detach(), strength.detach()
             )
-        alone = batch.world_size == 1  # otherwise the other ranks hear of it in the next _gather
+        alone = batch.world_size == 1  # otherwise all ranks raise together, in the next _gather
         if checks.known_on_host(loss) and self.problem and (alone or self.problem != OVERFLOW):
             self.check()
         return loss.view(positions) if self.reduction == "none" else loss
@@ -258,7 +258,7 @@ class ISDALoss(Criterion):
         world_size = distributed.world_size(group) if self.synchronize else 1
         if world_size == 1:
             return _Batch(features, index, slice(None), 1)
-        number = size = len(index)  # of this rank; size becomes the largest of all
+        number = size = len(index)  # size becomes that of the largest batch
         if not torch.compiler.is_compiling():
             # the loss of one rank may have been infinite in the last step
             problem = int(self.problem) if index.device.type == "cpu" else 0
@@ -323,7 +323,7 @@ class ISDALoss(Criterion):
         soft, own = target.is_floating_point(), batch.index[batch.own]
         estimator: Any = self.estimator  # the protocol does not require covariance_index
         simple = batch.world_size == 1 and covariance_index is None and not soft
-        if learn and simple and type(estimator) is FullCovariance:  # no subclass: it may differ
+        if learn and simple and type(estimator) is FullCovariance:  # a subclass may override both
             return ops.update_and_quadratic(
                 estimator.moments,
                 batch.features,

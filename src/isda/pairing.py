@@ -1,8 +1,8 @@
-"""Rows of features and the rows of logits that a linear layer has made of them.
+"""Pairs rows of features with the logits that a linear layer computed from them.
 
-A model may change the form of its logits after the final layer without changing their values:
-transpose the tokens, flatten them, pick one position of a sequence, or resize a map. The functions
-here do the same to the features, so that the loss sees N rows of features, logits and target.
+After the final layer a model may transpose or flatten the logits of its tokens, pick one position
+of a sequence, or resize a map. The functions here do the same to the features, so that the loss
+gets N rows of features, logits and target.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
     features: Tensor  # (M, A)
     logits: Tensor  # (M, C)
     target: Tensor  # (M,) or (M, C)
-    positions: torch.Size  # shape of the batch before, without classes
+    positions: torch.Size  # original shape of the logits, without classes
     resizing: Resizing | None  # None if there is none, or if several fit
     classes_last: bool | None  # None if unknown
 
@@ -49,7 +49,7 @@ def pair_rows(
     resizing: Resizing | None,
     classes_last: bool | None,
 ) -> Rows:
-    """Bring the features into the form of the logits, and everything into rows.
+    """Reshape the features like the logits, and flatten both and the target into rows.
 
     Args:
         features: input of the final layer.
@@ -72,7 +72,7 @@ def pair_rows(
             "the input of the attached layer must have a batch dimension, got shape "
             f"{tuple(features.shape)}"
         )
-    inner = features.shape[1:-1] if channels_last else features.shape[2:]  # of one sample
+    inner = features.shape[1:-1] if channels_last else features.shape[2:]  # positions of a sample
     maps = features.movedim(-1, 1) if channels_last else features  # (N, A, ...)
     batch, num_classes = len(features), len(weight)
     second, last = (batch, num_classes, *inner), (batch, *inner, num_classes)
@@ -146,9 +146,9 @@ def _token_rows(
 ) -> tuple[Tensor, Tensor, bool | None]:
     """Rows of logits and target with as many classes as tokens, and whether the classes are last.
 
-    The values tell the order (N, ..., C) from torch's (N, C, ...), unless the weight is 0: then it
-    is that of earlier batches, else that of the layer. A GPU is synchronised until the order is
-    known, except by torch.compile and in a CUDA graph, where it is not learned.
+    The values show whether the order is (N, ..., C) or torch's (N, C, ...), unless the weight is 0:
+    then it is that of earlier batches, or else that of the layer. Every call synchronises with a
+    GPU until the order is known, except under torch.compile and in a CUDA graph.
     """
     last, second = logits.flatten(0, -2), flatten(logits)
     on_host = checks.known_on_host(features)
@@ -177,8 +177,8 @@ def _linear(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _pick(sequence: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Features of the position whose logits the model has picked, (N, L, A) to (N, A).
 
-    Such as GPT-2 for sequence classification, whose logits are those of the last token that is no
-    padding. All logits are computed again and compared.
+    For example, GPT-2 for sequence classification returns the logits of the last token that is not
+    padding. The logits of all positions are computed again and compared.
     """
     outputs = _linear(sequence.detach(), weight.detach(), bias)  # (N, L, C)
     distance = (outputs - logits.detach().float()[:, None]).square().sum(-1)  # (N, L)
@@ -191,8 +191,8 @@ def _find_resizing(
 ) -> tuple[Resizing, Resizing | None]:
     """The resizing that turns the layer's output into the logits; synchronises with a GPU.
 
-    The layer is linear, so that resized features give resized logits. The second result is None if
-    others fit as well but resize the features differently, such as for a weight of zeros.
+    The layer is linear, so resized features give resized logits. The second result is None if
+    another resizing fits as well but gives different features, as with a weight of zeros.
     """
     if torch.compiler.is_compiling():
         raise ValueError(

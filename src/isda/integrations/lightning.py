@@ -32,17 +32,17 @@ class ISDACallback(Callback):
     """A criterion that is called with ``(logits, target)``, and a callback of the Trainer.
 
     * ``total_steps`` comes from ``trainer.estimated_stepping_batches``, unless it is set. Every
-      ``fit`` that starts at its first step has a ramp of λ of its own.
+      ``fit`` that starts at its first step has its own ramp of λ.
     * ``isda/strength`` (λ) and ``isda/quadratic`` (mean of the quadratic term over the classes and
       the samples of a batch) are logged.
     * The state is part of the Trainer's checkpoints. A checkpoint without it raises, because λ and
       the statistics would start again.
-    * It is no submodule of the LightningModule, so that weight averaging does not average the
-      statistics, DistributedDataParallel does not send them with each batch, and
+    * It is not a submodule of the LightningModule, so that weight averaging does not average the
+      statistics, DistributedDataParallel does not broadcast them with each batch, and
       ``load_from_checkpoint`` works without them.
-    * Where Lightning computes a loss but does not train, the statistics and the steps stay as they
-      are: in the last epoch of ``StochasticWeightAveraging``, which is for batch norm, and while
-      ``Tuner`` looks for a learning rate or a batch size, with ordinary cross entropy.
+    * Where Lightning computes a loss but does not train, the loss is ordinary cross entropy and
+      changes neither statistics nor steps: in the last epoch of ``StochasticWeightAveraging``,
+      which updates batch norm, and while ``Tuner`` searches for a learning rate or a batch size.
 
     Args:
         criterion: attached to the model.
@@ -165,7 +165,7 @@ class ISDACallback(Callback):
 
 
 def _num_epochs(trainer: Trainer) -> int:
-    """Number of epochs that train; an averaging of weights may have one more, for batch norm."""
+    """Number of epochs that train; ``StochasticWeightAveraging`` adds one to update batch norm."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     averages = [each for each in callbacks if isinstance(each, StochasticWeightAveraging)]
     return min((each.swa_end + 1 for each in averages), default=sys.maxsize)

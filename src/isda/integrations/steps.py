@@ -1,4 +1,4 @@
-"""The criterion of an integration, and its number of steps: one for each batch."""
+"""What the integrations share: a check of the criterion, and its number of steps, one per batch."""
 
 from typing import Any
 

@@ -92,9 +92,9 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
 class ISDACallback(TrainerCallback):
     """Sets ``total_steps`` and keeps the state of the criterion in the Trainer's checkpoints.
 
-    ``total_steps`` is set by each ``trainer.train()`` that starts at its first step, which then has
-    a ramp of λ of its own, unless you have set it. Every checkpoint folder gets a file ``isda.pt``.
-    A training that is resumed without one raises, because λ and the statistics would start again.
+    Unless you have set ``total_steps``, each ``trainer.train()`` that starts at its first step sets
+    it and has its own ramp of λ. Every checkpoint folder gets a file ``isda.pt``. Resuming without
+    it raises, because λ and the statistics would start again.
 
     Args:
         criterion: the attached criterion.
@@ -205,7 +205,7 @@ class ISDACallback(TrainerCallback):
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where the Trainer saves."""
+    """Folder in which the Trainer saves its state."""
     assert args.output_dir is not None
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
