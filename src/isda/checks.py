@@ -124,15 +124,12 @@ def require_call(
         )
     positions = (features.shape[0], *features.shape[2:])
     dense = (features.shape[0], num_classes, *features.shape[2:])
+    kind = "probabilities" if soft else "indices"
     expected = {
         "weight": ("weight", (num_classes, num_features)),
         "bias": ("bias", (num_classes,)),
         "logits": (f"logits for features of shape {tuple(features.shape)}", dense),
-        "target": (
-            ("target of class probabilities", dense)
-            if soft
-            else ("target of class indices", positions)
-        ),
+        "target": (f"target of class {kind}", dense if soft else positions),
         "covariance_index": ("covariance_index", positions),
     }
     for name, tensor in tensors.items():

@@ -180,12 +180,13 @@ def _pick(sequence: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None)
     For example, GPT-2 for sequence classification returns the logits of the last token that is not
     padding. The logits of all positions are computed again and compared.
     """
-    outputs = _linear(sequence.detach(), weight.detach(), bias)  # (N, L, C)
+    outputs = _linear(sequence, weight, bias)  # (N, L, C)
     distance = (outputs - logits.detach().float()[:, None]).square().sum(-1)  # (N, L)
     index = distance.argmin(1)[:, None, None].expand(-1, 1, sequence.shape[-1])
     return sequence.gather(1, index)[:, 0]
 
 
+@torch.no_grad()
 def _find_resizing(
     maps: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Resizing, Resizing | None]:
@@ -207,18 +208,18 @@ def _find_resizing(
         )
     candidates = [Resizing(mode, corners) for mode in smooth for corners in (False, True)]
     candidates += [Resizing(mode, None) for mode in ("nearest", "nearest-exact")]
-    outputs = _linear(maps.detach().movedim(1, -1), weight.detach(), bias).movedim(-1, 1)
-    errors = torch.stack(
-        [(each(outputs, logits.shape[2:]) - logits.detach()).square().mean() for each in candidates]
-    )
+    size = logits.shape[2:]
+    outputs = _linear(maps.movedim(1, -1), weight, bias).movedim(-1, 1)
+    errors = torch.stack([(each(outputs, size) - logits).square().mean() for each in candidates])
     found = candidates[int(errors.argmin())]
-    size, resized = logits.shape[2:], found(maps.detach(), logits.shape[2:])
-    limit = 4 * errors.min() + 1e-8 * logits.detach().square().mean()
-    others = [
-        each for each, fits in zip(candidates, (errors <= limit).tolist(), strict=True) if fits
-    ]
-    alike = [torch.allclose(each(maps.detach(), size), resized, atol=1e-5) for each in others]
-    return found, found if all(alike) else None
+    resized = found(maps, size)
+    limit = 4 * errors.min() + 1e-8 * logits.square().mean()
+    unique = all(
+        torch.allclose(each(maps, size), resized, atol=1e-5)
+        for each, fits in zip(candidates, (errors <= limit).tolist(), strict=True)
+        if fits
+    )
+    return found, found if unique else None
 
 
 def _shape_message(
