@@ -119,12 +119,11 @@ def mistakes() -> dict:
         "lazy": (lambda: attach(lazy), "run one batch through a lazy model"),
         "swapped": (
             lambda: attach(nn.CrossEntropyLoss(), model),
-            "model must have parameters to train, got CrossEntropyLoss without any; the call is "
-            "attach(model, criterion)",
+            "found none in CrossEntropyLoss; the call is attach(model, criterion)",
         ),
         "swapped, attached": (
             lambda: attach(isda.ISDALoss(8, C), model),
-            "got ISDALoss without any; the call is attach(model, criterion)",
+            "found none in ISDALoss; the call is attach(model, criterion)",
         ),
         "head of another type": (
             lambda: attach(model, head=2),

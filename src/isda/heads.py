@@ -43,7 +43,8 @@ def find_head(model: nn.Module) -> LinearLayer:
     linear = {name: m for name, m in inner.named_modules() if _is_linear(m)}
     if not linear:
         raise ValueError(
-            f"model must end in a linear layer, {_KINDS}; found none in {type(inner).__name__}"
+            f"model must end in a linear layer, {_KINDS}; found none in {type(inner).__name__}; "
+            "the call is attach(model, criterion)"
         )
     last = list(linear.values())[-1]
     outputs = _num_outputs(last)
@@ -86,11 +87,6 @@ def require_model(model: Any) -> None:
     """Raise ValueError if a criterion cannot be attached to it."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
-    if next(model.parameters(), None) is None:
-        raise ValueError(
-            f"model must have parameters to train, got {type(model).__name__} without any; the "
-            "call is attach(model, criterion)"
-        )
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
             "model must be a Python module, got the output of torch.jit.script or trace, "
