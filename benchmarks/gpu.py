@@ -3,9 +3,8 @@
     python benchmarks/gpu.py --out records
 
 ``compile`` fills torch's cache with all networks of the paper, several at a time, because compiling
-them one by one takes longer than everything else. ``cost``, ``kernels``, ``train`` and ``input``
-then measure; nothing else should run on the machine. A step that was killed can be repeated;
-``cost`` resumes.
+them one by one takes longer than everything else. The other steps then measure; nothing else should
+run on the machine. A step that was killed can be repeated; ``cost`` resumes.
 """
 
 import argparse
@@ -22,7 +21,7 @@ import torch
 from isda.experiments.networks import NETWORKS, create_network
 from isda.experiments.training.step_cost import isda_recipe, usual_batch_size
 
-STEPS = ("compile", "cost", "kernels", "train", "input")
+STEPS = ("compile", "cost", "kernels", "convolutions", "train", "input")
 DATA = {"cifar100": 32, "imagenet": 8}  # data set: steps per measurement
 FOLDER = Path(__file__).parent
 HIGH = (
@@ -94,6 +93,15 @@ def commands_of(step: str, out: Path, data: Iterable[str] = DATA) -> list[list[s
         return [
             [*kernels, "--precision", "medium"],
             [*kernels, "--precision", "high", "--shapes", *HIGH, *pieces],
+        ]
+    if step == "convolutions":
+        return [
+            [
+                sys.executable,
+                str(FOLDER / "convolutions.py"),
+                "--out",
+                str(out / "convolutions.csv"),
+            ]
         ]
     if step == "input":
         images = [sys.executable, str(FOLDER / "input.py"), "--out", str(out / "input.csv")]

@@ -1,11 +1,13 @@
 """The script for all GPU records: it covers every network, and its commands are valid."""
 
+import csv
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from isda.experiments.networks import NETWORKS
 
@@ -61,7 +63,7 @@ def test_networks_of_some_data(gpu: ModuleType) -> None:
     assert (len(names), names[0]) == (10, "densenet_bc190_40")
 
 
-@pytest.mark.parametrize("step", ["kernels", "train", "input"])
+@pytest.mark.parametrize("step", ["kernels", "convolutions", "train", "input"])
 def test_commands_are_valid(
     gpu: ModuleType,
     step: str,
@@ -69,7 +71,7 @@ def test_commands_are_valid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The parsers reject nothing but a wrong flag at the end."""
-    python, script, *words = gpu.commands_of(step, OUT)[1]
+    python, script, *words = gpu.commands_of(step, OUT)[-1]
     assert python == sys.executable
     monkeypatch.syspath_prepend(str(Path(script).parent))
     with pytest.raises(SystemExit, match="2"):
@@ -100,3 +102,13 @@ def test_what_is_run(
     gpu.main(["--out", "records", "--steps", "train", "--dry-run"])
     assert capsys.readouterr().out.count("train.csv") == 3
     assert not ran
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_convolutions(tmp_path: Path) -> None:
+    out = tmp_path / "convolutions.csv"
+    load(SCRIPT.with_name("convolutions.py")).main(["--batch-size", "4", "--out", str(out)])
+    rows = list(csv.DictReader(out.open()))
+    assert [int(row["channels"]) for row in rows] == [16] * 3 + [32] * 3 + [64] * 3
+    assert all(float(row["cudnn"]) > 0 and float(row["triton"]) > 0 for row in rows)

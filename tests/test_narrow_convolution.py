@@ -29,8 +29,14 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float16] + [torch.bfloat16] * G
 # 4200 pixels a program adds several blocks to the gradient of the weight
 shapes = pytest.mark.parametrize(
     "shape",
-    [(1, 16, 16, 1, 1), (3, 16, 32, 5, 7), (2, 32, 16, 9, 8), (2, 32, 32, 35, 60)]
-    + [(128, 16, 16, 32, 32), (80, 32, 32, 16, 16)] * GPU,
+    [
+        (1, 16, 16, 1, 1),
+        (3, 16, 32, 5, 7),
+        (2, 32, 16, 9, 8),
+        (2, 32, 32, 35, 60),
+        (2, 64, 16, 9, 7),
+    ]
+    + [(128, 16, 16, 32, 32), (80, 32, 32, 16, 16), (128, 64, 64, 8, 8)] * GPU,
     ids=str,
 )
 
@@ -149,10 +155,10 @@ def test_layer_is_a_convolution():
 
 
 def test_which_convolutions_are_narrow():
-    narrow = [conv(16, 16), conv(32, 16), conv(32, 32)]
-    others = [conv(3, 16), conv(16, 64), conv(16, 32, 1), conv(16, 32, stride=2)]
+    narrow = [conv(16, 16), conv(32, 16), conv(64, 64)]
+    others = [conv(3, 16), conv(64, 128), conv(16, 32, 1), conv(16, 32, stride=2)]
     assert all(isinstance(layer, NarrowConv2d) for layer in narrow)
     assert not any(isinstance(layer, NarrowConv2d) for layer in others)
     assert not isinstance(conv(16, 16, groups=2), NarrowConv2d)
     network = create_network("resnet110", num_classes=10)
-    assert sum(isinstance(part, NarrowConv2d) for part in network.modules()) == 36 + 35
+    assert sum(isinstance(part, NarrowConv2d) for part in network.modules()) == 36 + 35 + 35
