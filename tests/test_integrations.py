@@ -1,6 +1,7 @@
 """Integrations with the real frameworks: exact losses, steps, checkpoints, and two ranks."""
 
 import argparse
+import copy
 import logging
 import os
 import subprocess
@@ -17,6 +18,7 @@ from forks import START_METHOD
 from programs import environment_of_rank, forget_world, free_port
 from ranks import close
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import isda
@@ -532,6 +534,24 @@ def test_lightning_learning_rate_finder(tmp_path):
     plain = train_lightning(tmp_path / "plain")
     close(ours["state"], plain["state"])
     close(ours["weights"], plain["weights"])
+
+
+@pytest.mark.parametrize("ramp", ["linear", "constant"])
+def test_lightning_outside_of_training(ramp):
+    """Ordinary cross entropy, which changes nothing, such as for the Tuner."""
+    pytest.importorskip("lightning")
+    from isda.integrations.lightning import ISDACallback
+
+    model = nn.Linear(3, C)
+    attached = isda.attach(model, lambda_0=2.0, ramp=ramp)
+    attached(model(torch.randn(8, 3)), torch.arange(8) % C, progress=1.0)
+    before = copy.deepcopy(attached.state_dict())
+    criterion = ISDACallback(attached)
+    criterion.setup(SimpleNamespace(world_size=1), nn.Module(), "fit")
+    logits, target = model(torch.randn(8, 3)), torch.arange(8) % C
+    torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits, target))
+    assert attached.training
+    close(attached.state_dict(), before)
 
 
 @pytest.mark.ddp

@@ -64,12 +64,16 @@ class ISDACallback(Callback):
                 "the criterion must be one of the Trainer's callbacks: "
                 "Trainer(callbacks=[module.criterion])"
             )
+        if training and not self._is_training:
+            self.criterion.eval()
+            try:
+                return self.criterion(logits, target)
+            finally:
+                self.criterion.train()
         inner: Any = self.criterion.criterion
         step = inner.step.clone()
-        if training and not self._is_training:
-            options |= {"progress": 0.0, "update": False}
         loss: Tensor = self.criterion(logits, target, **options)
-        if training and self._is_training:
+        if training:
             self._last = inner._strength_at(step, options.get("progress")), target
         return loss
 
