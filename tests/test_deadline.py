@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from isda.experiments.errors import TimeUp
+from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.recipes import get_recipe
+from isda.experiments.records import Run
 from isda.experiments.settings import Options
-from isda.experiments.training import deadline
+from isda.experiments.training import deadline, groups
 from isda.experiments.training.deadline import Deadline, StartUp
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.side_by_side import SideBySide
@@ -29,6 +30,91 @@ def test_seconds_left() -> None:
     limit = Deadline(Options(minutes=1))
     assert not limit.is_up(50)
     assert limit.is_up(61)
+
+
+def test_number_that_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer runs start again, and their epochs take a little more than their share."""
+    monkeypatch.setattr(deadline.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(StartUp, "longest", 20.0)
+    limit = Deadline(Options(minutes=10))
+    assert limit.number_that_finish(6, 7.0, 85) == 6  # 595 s
+    assert limit.number_that_finish(6, 7.0, 86) == 5  # 602 s with six, 20 + 522 with five
+    assert limit.number_that_finish(6, 7.0, 100) == 4  # 20 + 513
+    assert limit.number_that_finish(6, 7.0, 248) == 1  # 20 + 579
+    assert limit.number_that_finish(6, 7.0, 249) == 0
+    assert Deadline(Options()).number_that_finish(6, 7.0, 10**6) == 6
+
+
+class Clock:
+    """A clock that every epoch advances by ten seconds for each run side by side."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.lanes: list[int] = []  # number of runs, by epoch
+        epoch = SideBySide.train_epoch
+
+        def train_epoch(runner: SideBySide) -> None:
+            self.lanes.append(len(runner.lanes))
+            self.now += 10 * len(runner.lanes)
+            epoch(runner)
+
+        monkeypatch.setattr(SideBySide, "train_epoch", train_epoch)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def numbers(folder: Path) -> list[tuple[float, ...]]:
+    """Results of every epoch of a run."""
+    return [tuple(line[key] for key in ("epoch", "train_loss", "test_error", "test_loss"))
+            for line in Run(folder).metrics()]  # fmt: skip
+
+
+def test_runs_that_cannot_finish_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(groups, "_side_by_side", lambda plans, *_: len(plans))
+    clock = Clock(monkeypatch)
+    recipe = replace(RECIPE, epochs=6)
+    isda = replace(recipe, method="isda", lambda_0=0.5)
+    plans = [Plan(name, one, seed) for seed in (0, 1) for name, one in (("ce", recipe),
+             ("isda", isda))]  # fmt: skip
+    options = Options(
+        out=tmp_path / "limited", device="cpu", minutes=3, whole_runs=True, resume=True
+    )
+    late = r"time limit of 3 min too short for the others, 2 of 4 runs finished"
+    with (
+        pytest.warns(UserWarning, match="2 of 4 runs can finish"),
+        pytest.raises(TimeUp, match=late),
+    ):
+        train(plans, options)
+    # after two epochs, 100 s are left for four more, which take 160 s with four runs
+    assert clock.lanes == [4, 4, 2, 2, 2, 2]
+    assert [len(numbers(tmp_path / "limited" / plan.name / str(plan.seed))) for plan in plans] == [
+        6, 6, 2, 2
+    ]  # fmt: skip
+    train(plans, Options(out=tmp_path / "limited", device="cpu", resume=True))
+    assert clock.lanes[6:] == [2, 2, 2, 2]
+    train(plans, Options(out=tmp_path / "whole", device="cpu"))
+    for plan in plans:
+        run = Path(plan.name) / str(plan.seed)
+        assert numbers(tmp_path / "limited" / run) == numbers(tmp_path / "whole" / run)
+
+
+def test_other_runs_may_finish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A run that cannot finish stops after its second epoch; what is like it does not start."""
+    clock = Clock(monkeypatch)
+    long = replace(RECIPE, epochs=50)
+    plans = [Plan("long", long, 0), Plan("long", long, 1), Plan("short", RECIPE, 0)]
+    options = Options(out=tmp_path, device="cpu", minutes=2, whole_runs=True)
+    with pytest.warns(UserWarning, match="0 of 1 runs"), pytest.raises(TimeUp, match="1 of 3 runs"):
+        train(plans, options)
+    assert clock.now == 40
+    assert [len(numbers(tmp_path / plan.name / str(plan.seed))) for plan in plans] == [2, 0, 2]
+
+
+def test_whole_runs_need_a_limit() -> None:
+    with pytest.raises(InputError, match="whole_runs must be used with minutes, got True"):
+        Options(whole_runs=True)
 
 
 def test_start_up_is_what_the_first_epoch_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:

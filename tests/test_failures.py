@@ -220,13 +220,13 @@ def test_out_of_memory_again_is_a_failure(
 def test_compare_shows_the_finished_pairs_and_fails(
     options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finite = loop._not_finite
+    finite = loop.why_diverged
 
     def not_finite(lane: Lane, result: list[float]) -> str | None:
         broken = lane.recipe.method == "isda" and lane.seed == 1 and lane.epoch == 1
         return "the test loss is nan" if broken else finite(lane, result)
 
-    monkeypatch.setattr(loop, "_not_finite", not_finite)
+    monkeypatch.setattr(loop, "why_diverged", not_finite)
     words = ["compare", "--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]
     words += ["--seeds", "0", "1", "2", "--out", str(options.out), "--device", "cpu"]
     assert main(words) == 2

@@ -91,7 +91,8 @@ def test_time_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert main(["queue", "my queue", "--out", "whole"]) == 0
     assert main(["queue", "my queue", "--minutes", "1e-6"]) == TIME_UP
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("isda: time limit of 1e-06 min reached in my queue:3 (train digits-")
+    assert error.startswith("isda: my queue:3 (train digits-")
+    assert "): time limit of 1e-06 min reached, 0 of " in error
     assert error.endswith("continue with: isda queue 'my queue' --minutes 1e-6")
     asked = itertools.count(1)  # before the first and after every epoch
     monkeypatch.setattr(loop.Deadline, "is_up", lambda *_: next(asked) % 2 == 0)
@@ -155,6 +156,22 @@ def test_a_file_with_a_byte_order_mark(capsys: pytest.CaptureFixture[str]) -> No
     Path("wrong").write_bytes("\ufefftrain --epochs 0\n".encode())
     assert main(["queue", "wrong"]) == 2
     assert capsys.readouterr().err.startswith("isda: wrong:1: epochs must be >= 1")
+
+
+def test_lines_whose_runs_can_finish(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line that would take too long does not keep the next one from being trained."""
+    monkeypatch.setattr(loop.Deadline, "number_that_finish",
+                        lambda _, number, seconds, epochs: number * (epochs < 10))  # fmt: skip
+    line = f"train digits-resnet8-ce {QUICK}"
+    Path("mixed").write_text(f"{line} --epochs 20\n{line} --seeds 1\n")
+    assert main(["queue", "mixed", "--minutes", "60", "--whole-runs"]) == TIME_UP
+    finished = [run for run in load_runs("runs") if summary(run).finished]
+    assert [run.seed for run in finished] == [1]
+    errors = capsys.readouterr().err.splitlines()
+    assert errors[-1].startswith("isda: mixed:1 (train digits-")
+    assert "time limit of 60 min too short for the others, 0 of 1 run finished" in errors[-1]
 
 
 def test_every_line_of_the_evidence() -> None:

@@ -10,7 +10,13 @@ from isda.experiments.errors import InputError
 if TYPE_CHECKING:
     from isda.experiments.settings import Recipe  # which imports this module
 
-__all__ = ["differing_fields", "require", "require_fine_tuning", "require_seeds"]
+__all__ = [
+    "differing_fields",
+    "require",
+    "require_fine_tuning",
+    "require_method",
+    "require_seeds",
+]
 
 
 def require(holds: bool, field: str, value: object, expectation: str) -> None:
@@ -54,6 +60,28 @@ def require_fine_tuning(recipe: "Recipe") -> None:
     require(len(mean) == len(std), "std", std, f"of the length of mean, {len(mean)}")
     require(all(map(math.isfinite, mean)), "mean", mean, "finite")
     require(all(0 < value < math.inf for value in std), "std", std, "> 0")
+
+
+def require_method(recipe: "Recipe") -> None:
+    """Raise InputError for settings of a method or generator that the recipe does not use."""
+    require(
+        recipe.method == "isda" or recipe.lambda_0 == 0,
+        "lambda_0",
+        recipe.lambda_0,
+        f"0 with method {recipe.method}",
+    )
+    require(
+        (recipe.method == "disturb_label") == (recipe.noise_rate > 0),
+        "noise_rate",
+        recipe.noise_rate,
+        "> 0 with method disturb_label and 0 with any other",
+    )
+    require(
+        (recipe.generator == "none") == (recipe.synthetic == 0),
+        "synthetic",
+        recipe.synthetic,
+        f"{'0' if recipe.generator == 'none' else '> 0'} with generator {recipe.generator}",
+    )
 
 
 def differing_fields(one: "Recipe", other: "Recipe") -> dict[str, tuple[Any, Any]]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipe_checks import require as _require
-from isda.experiments.recipe_checks import require_fine_tuning
+from isda.experiments.recipe_checks import require_fine_tuning, require_method
 
 __all__ = ["AUGMENTATIONS", "METHODS", "Options", "Recipe"]
 
@@ -200,24 +200,7 @@ class Recipe:
             self.milestones,
             ">= 1 and increasing",
         )
-        _require(
-            self.method == "isda" or self.lambda_0 == 0,
-            "lambda_0",
-            self.lambda_0,
-            f"0 with method {self.method}",
-        )
-        _require(
-            (self.method == "disturb_label") == (self.noise_rate > 0),
-            "noise_rate",
-            self.noise_rate,
-            "> 0 with method disturb_label and 0 with any other",
-        )
-        _require(
-            (self.generator == "none") == (self.synthetic == 0),
-            "synthetic",
-            self.synthetic,
-            f"{'0' if self.generator == 'none' else '> 0'} with generator {self.generator}",
-        )
+        require_method(self)
 
     def learning_rate_at(self, epoch: int) -> float:
         """Learning rate of an epoch, counted from 0, without the warm-up.
@@ -358,6 +341,10 @@ class Options:
     """Time limit, counted from the start of the command: when it is up, write checkpoints and exit
     with code 75. No epoch is started that would take longer than the time left."""
 
+    whole_runs: bool = False
+    """With --minutes, for machines that lose their files: stop runs that cannot finish in time, so
+    that others side by side can."""
+
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
 
@@ -388,6 +375,7 @@ class Options:
         _require(self.processes >= 1, "processes", self.processes, ">= 1")
         limit = self.minutes
         _require(limit is None or 0 < limit < math.inf, "minutes", limit, "> 0")
+        _require(not self.whole_runs or limit is not None, "whole_runs", True, "used with minutes")
         _require(self.cache in _CACHES, "cache", self.cache, f"one of {', '.join(_CACHES)}")
         _require(self.workers is None or self.workers >= 0, "workers", self.workers, ">= 0")
 

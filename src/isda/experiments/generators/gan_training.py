@@ -2,13 +2,11 @@
 
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import DATA, ImageArrays, load_data
@@ -22,6 +20,7 @@ from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline
 from isda.experiments.training.device import choose_kernels, join_processes
+from isda.experiments.training.progress import show_epochs
 from isda.experiments.training.run_folder import locked
 from isda.experiments.training.side_by_side import CapturedSteps, graph_sizes
 
@@ -121,16 +120,8 @@ def _train(
     generator = TrainedGenerator.of_lanes(settings, tuple(data.image_shape), lanes)
     steps = _steps_per_epoch(settings, lanes)
     deadline, saved_at = Deadline(options), time.monotonic()
-    bar = tqdm(
-        range(len(history), settings.epochs),
-        initial=len(history),
-        total=settings.epochs,
-        desc=f"{settings.data} {settings.gan}, seed {folder.seed}",
-        unit="epoch",
-        disable=not progress,
-        mininterval=0.5 if sys.stderr.isatty() else 30,
-    )
-    for epoch in bar:
+    label = f"{settings.data} {settings.gan}, seed {folder.seed}"
+    for epoch in show_epochs(len(history), settings.epochs, label, show=progress):
         began = time.perf_counter()
         for lane in lanes:
             lane.totals.zero_()

@@ -6,20 +6,18 @@ that a step changes, and later metrics are truncated.
 """
 
 import contextlib
-import math
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePath
+from statistics import mean
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from isda import ISDALoss, distributed
+from isda import distributed
 from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError, RunError, TimeUp
@@ -29,12 +27,14 @@ from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline, StartUp, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
+from isda.experiments.training.divergence import divergence_message, why_diverged
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
-from isda.experiments.training.groups import Plan, groups, own_images, same_steps
+from isda.experiments.training.groups import Plan, groups, own_images, same_steps, whole_seeds
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.predicted_images import predictions_of
+from isda.experiments.training.progress import label_of, show_epochs
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.start import create_folders, finished_runs, require_networks
@@ -111,6 +111,7 @@ class _Training:
         self.runs: dict[int, RunFolder] = {}  # by number of the plan, on rank 0
         self._begin: Callable[[Lane], dict[int, RunFolder]] | None = None  # until there are folders
         self._width: int | None = None  # most runs side by side, after running out of memory
+        self._left_out: set[int] = set()  # runs that cannot finish in time
 
     def train(self, locks: contextlib.ExitStack) -> None:
         """Train all plans; holds the locks of their folders in ``locks``."""
@@ -129,6 +130,8 @@ class _Training:
                     parts[:0] = [part[: self._width], part[self._width :]]
                 elif part and not self._train_part(part):
                     parts.insert(0, part)
+        if self._left_out:
+            raise time_up(self.runs.values(), self.options, early=True)
 
     def _train_part(self, part: list[int]) -> bool:
         """Train runs side by side; returns False to try again with fewer of them."""
@@ -184,8 +187,9 @@ class _Training:
                 self.failures.add(number, str(error))
                 continue
             members.append(member)
-        needed = StartUp.longest + self._epoch_seconds(group)
-        if self._unfinished(members) and self.deadline.is_up(needed):
+        seconds = self._epoch_seconds(group)
+        self._leave_out(self._unfinished(members), seconds)
+        if self._unfinished(members) and self.deadline.is_up(StartUp.longest + seconds):
             raise time_up(self.runs.values(), self.options)
         # after a kill, runs that are behind catch up first
         while unfinished := self._unfinished(members):
@@ -202,8 +206,36 @@ class _Training:
         return [
             member
             for member in members
-            if member.number not in self.failures and member.lane.epoch < member.lane.recipe.epochs
+            if member.number not in self.failures
+            and member.number not in self._left_out
+            and member.lane.epoch < member.lane.recipe.epochs
         ]
+
+    def _leave_out(self, members: Sequence[_Member], seconds: float) -> bool:
+        """Leave runs side by side that cannot finish in time to the next command.
+
+        Args:
+            members: the runs.
+            seconds: time of an epoch of all of them; 0 if it is not known.
+
+        Returns:
+            whether there are any.
+        """
+        if not (self.options.whole_runs and members and seconds):
+            return False
+        epochs = max(member.lane.recipe.epochs - member.lane.epoch for member in members)
+        number = self.deadline.number_that_finish(len(members), seconds, epochs)
+        if number == len(members):
+            return False
+        number = whole_seeds([self.plans[member.number] for member in members], number)
+        self._left_out |= {member.number for member in members[number:]}
+        if self.rank == 0:
+            warnings.warn(
+                f"{number} of {len(members)} runs can finish in the time that is left; the others "
+                "are left to the next command",
+                stacklevel=2,
+            )
+        return True
 
     def _epoch_seconds(self, group: list[int]) -> float:
         """Time of an epoch of a group, by the last epoch of equal runs; 0 if there is none."""
@@ -221,7 +253,9 @@ class _Training:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         saved, stopped = time.monotonic(), False
-        for epoch in _progress(lanes, until, show=self.progress and self.rank == 0):
+        recent: deque[float] = deque(maxlen=5)  # seconds of epochs, without the first
+        first, show = lanes[0].epoch, self.progress and self.rank == 0
+        for epoch in show_epochs(first, until, label_of(lanes), show=show):
             began = time.perf_counter()
             results = self._train_epoch(runner, members)
             if results is None:
@@ -229,7 +263,11 @@ class _Training:
             start_up.epoch_done()
             seconds = time.perf_counter() - began
             stopped = self.deadline.is_up(seconds)
-            last = stopped or epoch + 1 == until
+            if epoch > first:
+                recent.append(seconds)
+            unfinished = [] if stopped else self._unfinished(members)
+            fewer = bool(recent) and self._leave_out(unfinished, mean(recent))
+            last = stopped or fewer or epoch + 1 == until
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
             memory = _peak_memory(lanes)
             share = seconds / len(lanes)
@@ -241,8 +279,8 @@ class _Training:
             if save:
                 saved = time.monotonic()
             failed = any(member.number in self.failures for member in members)
-            if failed or (stopped and epoch + 1 < until):
-                break  # if runs have failed, the others go on without them
+            if failed or fewer or (stopped and epoch + 1 < until):
+                break  # if runs have failed or are left out, the others go on without them
         for writer in writers:
             if writer is not None:
                 writer.close()
@@ -255,16 +293,19 @@ class _Training:
         except InputError:
             raise
         except (ValueError, FloatingPointError) as error:  # on a CPU, where runs train alone
-            self.failures.add(members[0].number, _stopped(members[0], str(error)))
+            self._add_diverged(members[0], str(error))
             return None
         results = runner.evaluate()
         for member, result in zip(members, results, strict=True):
-            reason = _not_finite(member.lane, result)
+            reason = why_diverged(member.lane, result)
             if reason is None:
                 member.lane.epoch += 1
             else:  # before anything of this epoch is written
-                self.failures.add(member.number, _stopped(member, reason))
+                self._add_diverged(member, reason)
         return results
+
+    def _add_diverged(self, member: _Member, reason: str) -> None:
+        self.failures.add(member.number, divergence_message(member.lane, member.run, reason))
 
 
 def _write(
@@ -319,35 +360,6 @@ def _metrics(
     }
 
 
-def _not_finite(lane: Lane, result: list[float]) -> str | None:
-    """Why a run cannot continue: a loss that is not finite; the same on all ranks."""
-    try:
-        if isinstance(lane.criterion, ISDALoss):
-            lane.criterion.check()
-    except (ValueError, FloatingPointError) as error:
-        return str(error)
-    train_loss, _, test_loss, *_ = result
-    for name, loss in (("training", train_loss), ("test", test_loss)):
-        if not math.isfinite(loss):
-            return f"the {name} loss is {loss}"
-    return None
-
-
-def _stopped(member: _Member, reason: str) -> str:
-    """Message of a run that has diverged."""
-    lane, run = member.lane, member.run
-    where = f"seed {lane.seed}" if run is None else str(run.folder)
-    rate = lane.recipe.learning_rate_at(lane.epoch)
-    saved = ""
-    if run is not None:
-        intact = run.has_checkpoint()
-        saved = "; the last checkpoint is intact" if intact else "; there is no checkpoint"
-    return (
-        f"{where}, epoch {lane.epoch + 1}: {reason} (learning rate {rate:g}, lambda_0 "
-        f"{lane.recipe.lambda_0:g}){saved}"
-    )
-
-
 def _restore(lane: Lane, run: RunFolder | None) -> None:
     """Restore the last checkpoint of a run on every rank; raises RunError."""
     with together():
@@ -373,28 +385,3 @@ def _load(lane: Lane, run: RunFolder) -> None:
         elif done.epochs:
             warnings.warn(f"{run.folder} has no checkpoint: the run starts again", stacklevel=2)
     run.rewind(lane.epoch)
-
-
-def _progress(lanes: list[Lane], until: int, *, show: bool) -> Iterator[int]:
-    """Epochs to train, with a progress bar; in a log file, a line every 30 seconds."""
-    first = lanes[0].epoch
-    methods: dict[str, list[str]] = {}
-    for lane in lanes:
-        methods.setdefault(lane.recipe.method, []).append(str(lane.seed))
-    runs = ", ".join(f"{method} seed {' '.join(seeds)}" for method, seeds in methods.items())
-    data = PurePath(lanes[0].recipe.data.removeprefix("imagefolder:")).name
-    label = f"{data} {lanes[0].recipe.network}, {runs}"
-    if isinstance(lanes[0].data, DecodedImages):
-        label += f", {lanes[0].data.place}"
-    interactive = sys.stderr.isatty()
-    bar = tqdm(
-        range(first, until),
-        initial=first,
-        total=until,
-        desc=label,
-        unit="epoch",
-        disable=not show,
-        mininterval=0.5 if interactive else 30,
-        dynamic_ncols=interactive,
-    )
-    yield from bar

@@ -1,0 +1,40 @@
+"""The progress bar of a training."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from tqdm import tqdm
+
+from isda.experiments.data.folder_cache import DecodedImages
+from isda.experiments.training.training_step import Lane
+
+__all__ = ["label_of", "show_epochs"]
+
+
+def show_epochs(first: int, until: int, label: str, *, show: bool) -> Iterator[int]:
+    """Epochs to train, with a progress bar; in a log file, a line every 30 seconds."""
+    interactive = sys.stderr.isatty()
+    yield from tqdm(
+        range(first, until),
+        initial=first,
+        total=until,
+        desc=label,
+        unit="epoch",
+        disable=not show,
+        mininterval=0.5 if interactive else 30,
+        dynamic_ncols=interactive,
+    )
+
+
+def label_of(lanes: Sequence[Lane]) -> str:
+    """Data set, network, methods and seeds of runs side by side."""
+    methods: dict[str, list[str]] = {}
+    for lane in lanes:
+        methods.setdefault(lane.recipe.method, []).append(str(lane.seed))
+    runs = ", ".join(f"{method} seed {' '.join(seeds)}" for method, seeds in methods.items())
+    data = PurePath(lanes[0].recipe.data.removeprefix("imagefolder:")).name
+    label = f"{data} {lanes[0].recipe.network}, {runs}"
+    if isinstance(lanes[0].data, DecodedImages):
+        label += f", {lanes[0].data.place}"
+    return label
