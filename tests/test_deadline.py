@@ -37,11 +37,11 @@ def test_number_that_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline.time, "monotonic", lambda: 0.0)
     monkeypatch.setattr(StartUp, "longest", 20.0)
     limit = Deadline(Options(minutes=10))
-    assert limit.number_that_finish(6, 7.0, 85) == 6  # 595 s
-    assert limit.number_that_finish(6, 7.0, 86) == 5  # 602 s with six, 20 + 522 with five
-    assert limit.number_that_finish(6, 7.0, 100) == 4  # 20 + 513
-    assert limit.number_that_finish(6, 7.0, 248) == 1  # 20 + 579
-    assert limit.number_that_finish(6, 7.0, 249) == 0
+    assert limit.number_that_finish(6, 7.0, 81) == 6  # 567 s and 5 % more
+    assert limit.number_that_finish(6, 7.0, 82) == 5  # 603 s with six, 20 + 522 with five
+    assert limit.number_that_finish(6, 7.0, 95) == 4  # 20 + 512
+    assert limit.number_that_finish(6, 7.0, 236) == 1  # 20 + 578
+    assert limit.number_that_finish(6, 7.0, 237) == 0
     assert Deadline(Options()).number_that_finish(6, 7.0, 10**6) == 6
 
 
@@ -79,15 +79,15 @@ def test_runs_that_cannot_finish_are_left_out(
     plans = [Plan(name, one, seed) for seed in (0, 1) for name, one in (("ce", recipe),
              ("isda", isda))]  # fmt: skip
     options = Options(
-        out=tmp_path / "limited", device="cpu", minutes=3, whole_runs=True, resume=True
+        out=tmp_path / "limited", device="cpu", minutes=3.1, whole_runs=True, resume=True
     )
-    late = r"time limit of 3 min too short for the others, 2 of 4 runs finished"
+    late = r"time limit of 3.1 min too short for the others, 2 of 4 runs finished"
     with (
         pytest.warns(UserWarning, match="2 of 4 runs can finish"),
         pytest.raises(TimeUp, match=late),
     ):
         train(plans, options)
-    # after two epochs, 100 s are left for four more, which take 160 s with four runs
+    # after two epochs, 106 s are left for four more, which take 160 s with four runs
     assert clock.lanes == [4, 4, 2, 2, 2, 2]
     assert [len(numbers(tmp_path / "limited" / plan.name / str(plan.seed))) for plan in plans] == [
         6, 6, 2, 2

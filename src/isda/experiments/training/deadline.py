@@ -14,6 +14,7 @@ __all__ = ["Deadline", "StartUp", "time_up"]
 # share of the time of an epoch that does not depend on the number of runs side by side: four of six
 # ResNet-110 need 0.70 of the time of six on an H200, which is 0.1
 _FIXED = 0.2
+_MARGIN = 1.05  # checkpoints, and epochs that take longer than the last ones
 
 
 class Deadline:
@@ -46,11 +47,12 @@ class Deadline:
             seconds: time of an epoch of all of them.
             epochs: epochs that are left.
         """
-        if not self.is_up(epochs * seconds):
+        rest = _MARGIN * epochs * seconds
+        if not self.is_up(rest):
             return number
         for fewer in range(number - 1, 0, -1):
             share = _FIXED + (1 - _FIXED) * fewer / number
-            if not self.is_up(StartUp.longest + epochs * share * seconds):
+            if not self.is_up(StartUp.longest + share * rest):
                 return fewer
         return 0
 
