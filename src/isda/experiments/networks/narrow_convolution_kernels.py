@@ -15,8 +15,8 @@ from torch import Tensor
 __all__ = ["convolve", "weight_gradient"]
 
 # sizes of the blocks, the fastest on an H200
-_OUTPUTS = 4096  # pixels × channels of the output that a program computes
-_INPUTS = 2048  # pixels × channels that the gradient of the weights reads at a time
+_OUTPUTS = 4096  # pixels × input channels of a program that computes outputs
+_INPUTS = 2048  # pixels × input channels that the gradient of the weight reads at a time
 _COLUMNS = 16  # weights whose gradient a program sums up
 
 
