@@ -1,9 +1,11 @@
 """``isda.attach``: the same loss as an explicit call, on anybody's model; misuse is refused."""
 
 import copy
+import functools
 import io
 import pickle
 import re
+import sys
 import warnings
 
 import pytest
@@ -682,3 +684,15 @@ def test_tokens_with_a_covariance_index(device):
     first = criterion(model(x).movedim(-1, 1), target)
     second = criterion(model(x).movedim(-1, 1), target, covariance_index=target, update=False)
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+
+
+def test_options_beside_a_criterion_where_attach_is_decorated(monkeypatch):
+    """Such as by a library that checks the types of all functions."""
+    module, function = sys.modules["isda.attach"], isda.attach
+    monkeypatch.setattr(
+        module, "attach", functools.wraps(function)(lambda *a, **b: function(*a, **b))
+    )
+    model = nn.Linear(3, 2)
+    assert isinstance(function(model, isda.ISDALoss(3, 2, total_steps=5)).criterion, isda.ISDALoss)
+    with pytest.raises(ValueError, match="lambda_0 must be set on the criterion"):
+        function(model, isda.ISDALoss(3, 2, total_steps=5), lambda_0=1.0)

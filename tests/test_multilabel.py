@@ -285,3 +285,22 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
     for record in found:
         close_ranks(record["gradients"], expected["gradients"])
         close_ranks(record["state"], expected["state"])
+
+
+@pytest.mark.parametrize("option", ["weight", "pos_weight"])
+@pytest.mark.parametrize("positions", [(C,), (4,), (3, C)], ids=str)
+def test_weights_in_eval_mode_are_for_the_classes(positions, option):
+    """Not for the positions of tokens, whose number may be that of the classes."""
+    head = nn.Linear(A, C)
+    weight = torch.rand(C) + 0.5
+    loss = ISDABCEWithLogitsLoss(A, C, total_steps=5, **{option: weight})
+    criterion = isda.attach(head, loss)
+    x = torch.randn(2, *positions, A)
+    target = (torch.rand(2, *positions, C) > 0.5).float()
+    expected = F.binary_cross_entropy_with_logits(head(x), target, **{option: weight})
+    torch.testing.assert_close(criterion(head(x), target, progress=0.0), expected)
+    head.eval()
+    torch.testing.assert_close(criterion(head(x), target), expected)
+    loss.reduction = "none"
+    each = F.binary_cross_entropy_with_logits(head(x), target, **{option: weight}, reduction="none")
+    torch.testing.assert_close(criterion(head(x), target), each.movedim(-1, 1))

@@ -425,3 +425,31 @@ def test_as_many_classes_as_tokens_in_eval_mode(trained, device):
     head.eval()
     logits = head(x)
     torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits.mT, target))
+
+
+def test_crops_in_eval_mode(device):
+    """The input of the layer has no positions, so that their order is torch's."""
+    head = nn.Linear(A, C).to(device)
+    criterion = attach(head, **OPTIONS)
+    head.eval()
+    logits = head(torch.randn(N * C, A, device=device)).view(N, C, C).mT  # (N, classes, crops)
+    target = torch.randint(C, (N, C), device=device)
+    torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits, target))
+
+
+@pytest.mark.parametrize("size", [(C + 1, C), (C, C)], ids=str)
+def test_maps_as_wide_as_the_classes_in_eval_mode(size, device):
+    """The target tells the order unless the map is as high; training tells it, resized or not."""
+    head = nn.Linear(A, C).to(device)
+    model = Then(head, lambda x: F.interpolate(x.movedim(-1, 1), size, mode="bilinear"))
+    target = torch.randint(C, (2, *size), device=device)
+    for shape, trained in ((size, size == (C, C)), ((3, 4), True)):
+        x = torch.randn(2, *shape, A, device=device)
+        criterion = attach(model, **OPTIONS)
+        model.train()
+        if trained:
+            criterion(model(x), target)
+        model.eval()
+        logits = model(x)
+        torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits, target))
+        criterion.remove()

@@ -85,15 +85,28 @@ def attach(
         >>> criterion = attach(model, lambda_0=0.5, total_steps=100)
         >>> loss = criterion(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0]))
     """
-    given: dict[str, Any] = locals()  # the arguments
-    defaults: dict[str, Any] = attach.__kwdefaults__  # type: ignore[assignment]
-    options = {name: given[name] for name in defaults if name != "head"}
+    options: dict[str, Any] = {
+        "lambda_0": lambda_0,
+        "total_steps": total_steps,
+        "covariance": covariance,
+        "decay": decay,
+        "ramp": ramp,
+        "weight": weight,
+        "label_smoothing": label_smoothing,
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "max_shift": max_shift,
+        "frozen": frozen,
+        "synchronize": synchronize,
+        "process_group": process_group,
+    }
     require_model(model)
     heads = require_heads(model, head)
     if criterion is None:
         criterion = ISDALoss(*sizes(heads), **options)
     else:
         require_criterion(criterion, heads)
+        defaults: dict[str, Any] = ISDALoss.__init__.__kwdefaults__  # type: ignore[assignment]
         changed = [
             name
             for name, value in options.items()
@@ -146,10 +159,11 @@ class AttachedLoss(nn.Module):
             logits (N, C), target (N,) or (N, C). Tokens: logits (N, C, L) or (N, L, C). Maps:
             logits (N, C, H, W), of the resolution of the layer or resized.
         """
+        index = options.get("covariance_index")
         tensors = isinstance(logits, Tensor) and isinstance(target, Tensor)
-        if not tensors or not logits.is_floating_point():
+        if not tensors or not logits.is_floating_point() or not isinstance(index, Tensor | None):
             self._refuse()
-            raise _argument_error(logits, target)
+            raise _argument_error(logits, target, index)
         features, training = [], self.training
         for head, capture in zip(self.heads, self._captures, strict=True):
             training = training and head.training
@@ -164,7 +178,7 @@ class AttachedLoss(nn.Module):
             evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
             last = self._classes_last
             if last is None:  # as the layer gives them
-                last = isinstance(self.heads[0], nn.Linear)
+                last = isinstance(self.heads[0], nn.Linear) and self._captures[0].has_tokens
             logits, target = classes_second(logits, target, len(weight), classes_last=last)
             value: Tensor = evaluate(logits, target)
             return value
@@ -177,8 +191,7 @@ class AttachedLoss(nn.Module):
         except ValueError:
             self._refuse()
             raise
-        index = options.get("covariance_index")
-        if isinstance(index, Tensor):  # the criterion refuses anything else
+        if index is not None:
             options["covariance_index"] = index.flatten()
         loss = self.criterion(
             rows.features, weight, rows.target, bias=bias, logits=rows.logits, **options
@@ -337,7 +350,7 @@ class AttachedLoss(nn.Module):
         return rows._replace(features=torch.where(differ, torch.nan, rows.features))
 
 
-def _argument_error(logits: Any, target: Any) -> Exception:
+def _argument_error(logits: Any, target: Any, covariance_index: Any) -> Exception:
     """The error for arguments that are not tensors, or that are swapped."""
     if not isinstance(logits, Tensor):
         return TypeError(
@@ -346,7 +359,9 @@ def _argument_error(logits: Any, target: Any) -> Exception:
         )
     if not isinstance(target, Tensor):
         return TypeError(f"target must be a tensor, got {type(target).__name__}")
-    return ValueError(
-        f"logits must be floating point, got {logits.dtype}; the order of the arguments is "
-        "criterion(logits, target)"
-    )
+    if not logits.is_floating_point():
+        return ValueError(
+            f"logits must be floating point, got {logits.dtype}; the order of the arguments is "
+            "criterion(logits, target)"
+        )
+    return TypeError(f"covariance_index must be a tensor, got {type(covariance_index).__name__}")

@@ -32,6 +32,7 @@ class Capture:
     def __init__(self) -> None:
         self.features: Tensor | None = None
         self.missing = "never"  # why there are no features
+        self.has_tokens = False  # whether the last input had more than two dimensions
 
     def __call__(
         self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
@@ -43,10 +44,11 @@ class Capture:
                 "an attached model cannot run in nn.DataParallel, whose copies hold parts of a "
                 "batch: use DistributedDataParallel, or a single device"
             )
+        features = (*inputs, *named.values())[0]
+        self.has_tokens = features.dim() > 2
         if not module.training:
             self.features, self.missing = None, "eval"
             return
-        features = (*inputs, *named.values())[0]
         if distributed.is_sharded(features):
             raise ValueError(
                 "the input of the attached layer must be a plain tensor, got a DTensor: gather "
@@ -75,7 +77,8 @@ class Capture:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return Capture().__dict__  # a copy of the model starts empty
+        # a copy of the model starts empty
+        return {"features": None, "missing": "never", "has_tokens": False}
 
 
 def _in_backward() -> bool:

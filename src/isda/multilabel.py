@@ -146,14 +146,20 @@ class ISDABCEWithLogitsLoss(Criterion):
             return loss * world_size / number.clamp(min=1)
 
     def evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Ordinary binary cross entropy, as in eval mode."""
-        return F.binary_cross_entropy_with_logits(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)),
-            target.to(torch.promote_types(logits.dtype, torch.float32)),
+        """Ordinary binary cross entropy, as in eval mode.
+
+        Shape:
+            logits and target (N, C) or (N, C, ...); output () or their shape.
+        """
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        loss = F.binary_cross_entropy_with_logits(
+            logits.movedim(1, -1).to(dtype),  # weights are for the last dimension
+            target.movedim(1, -1).to(dtype),
             weight=self.weight,
             pos_weight=self.pos_weight,
             reduction=self.reduction,
         )
+        return loss.movedim(-1, 1) if self.reduction == "none" else loss
 
     def extra_repr(self) -> str:
         weight = None if self.pos_weight is None else f"tensor of shape ({self.num_classes},)"

@@ -19,7 +19,7 @@ from torch.library import CustomOpDef, custom_op
 
 from isda import functional
 from isda.functional import Moments
-from isda.functional.losses import Reduction, flatten
+from isda.functional.losses import Reduction, flatten, require_reduction
 from isda.kernels import Products, plain
 from isda.versions import HAS_KERNELS
 
@@ -103,6 +103,7 @@ def cross_entropy(
         and not target.is_floating_point()
         and target.shape == logits.shape[:1] + logits.shape[2:]
     ):
+        require_reduction(reduction)
         loss, *_ = _fused_cross_entropy(
             flatten(logits), None, target.flatten(), None, None, ignore_index, reduction == "mean"
         )

@@ -100,7 +100,7 @@ def pair_rows(
             found, resizing = _find_resizing(maps, logits, weight, bias)
         positions = torch.Size((batch, *logits.shape[2:]))
         features = flatten(found(maps, logits.shape[2:]))
-        logits = flatten(logits)
+        logits, classes_last = flatten(logits), False
     else:
         raise ValueError(_shape_message(features, logits, num_classes, channels_last=channels_last))
     if target.is_floating_point():
@@ -130,8 +130,12 @@ def classes_second(
     """
     if logits.dim() < 3 or logits.shape[-1] != num_classes:
         return logits, target
-    if logits.shape[1] == num_classes and not classes_last:
-        return logits, target
+    if logits.shape[1] == num_classes:
+        last, second = logits.shape[:-1], logits.shape[:1] + logits.shape[2:]  # of class indices
+        if last != second and target.shape in (last, second):
+            classes_last = target.shape == last
+        if not classes_last:
+            return logits, target
     soft = target.is_floating_point() and target.shape == logits.shape
     return logits.movedim(-1, 1), target.movedim(-1, 1) if soft else target
 
