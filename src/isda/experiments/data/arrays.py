@@ -278,27 +278,11 @@ def _load_digits() -> ImageArrays:
 
 
 def _load_cifar(name: str, root: Path, *, download: bool) -> ImageArrays:
-    from torchvision.datasets import CIFAR10, CIFAR100
-
-    source = CIFAR10 if name == "cifar10" else CIFAR100
-    root = root.expanduser()
-    packed, unpacked = root / f"{name}.npz", root / source.base_folder
+    packed = root.expanduser() / f"{name}.npz"
     if packed.is_file():
         arrays = _read_arrays(packed, num_classes=len(_CIFAR_CLASSES[name].split()))
-    elif download or unpacked.is_dir():
-        arrays = {}
-        for part in ("train", "test"):
-            try:
-                data = source(str(root), train=part == "train", download=download)
-            except (OSError, RuntimeError) as error:
-                what = "cannot be downloaded" if download else f"in {unpacked} is damaged"
-                raise InputError(f"{name} {what}: {str(error).splitlines()[0]}") from error
-            arrays[f"{part}_images"] = data.data
-            arrays[f"{part}_labels"] = np.asarray(data.targets)
     else:
-        raise InputError(
-            f"{name} not found: neither {packed} nor {unpacked}{os.sep}; --download gets it"
-        )
+        arrays = _read_torchvision(name, packed, download=download)
 
     def images(part: str) -> Tensor:
         return torch.from_numpy(arrays[f"{part}_images"]).permute(0, 3, 1, 2).contiguous()
@@ -313,6 +297,28 @@ def _load_cifar(name: str, root: Path, *, download: bool) -> ImageArrays:
         std=CIFAR_STD,
         class_names=tuple(_CIFAR_CLASSES[name].split()),
     )
+
+
+def _read_torchvision(name: str, packed: Path, *, download: bool) -> dict[str, np.ndarray]:
+    """Arrays of the files that torchvision downloads to the folder of ``packed``."""
+    from torchvision.datasets import CIFAR10, CIFAR100  # slow to import
+
+    source = CIFAR10 if name == "cifar10" else CIFAR100
+    folder = packed.parent / source.base_folder
+    if not (download or folder.is_dir()):
+        raise InputError(
+            f"{name} not found: neither {packed} nor {folder}{os.sep}; --download gets it"
+        )
+    arrays = {}
+    for part in ("train", "test"):
+        try:
+            data = source(str(packed.parent), train=part == "train", download=download)
+        except (OSError, RuntimeError) as error:
+            what = "cannot be downloaded" if download else f"in {folder} is damaged"
+            raise InputError(f"{name} {what}: {str(error).splitlines()[0]}") from error
+        arrays[f"{part}_images"] = data.data
+        arrays[f"{part}_labels"] = np.asarray(data.targets)
+    return arrays
 
 
 def _read_arrays(path: Path, *, num_classes: int) -> dict[str, np.ndarray]:
