@@ -83,7 +83,7 @@ def test_runs_that_cannot_finish_are_left_out(
     )
     late = r"time limit of 3.1 min too short for the others, 2 of 4 runs finished"
     with (
-        pytest.warns(UserWarning, match="2 of 4 runs can finish"),
+        pytest.warns(UserWarning, match="enough for 2 of 4 runs"),
         pytest.raises(TimeUp, match=late),
     ):
         train(plans, options)
@@ -106,7 +106,10 @@ def test_other_runs_may_finish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     long = replace(RECIPE, epochs=50)
     plans = [Plan("long", long, 0), Plan("long", long, 1), Plan("short", RECIPE, 0)]
     options = Options(out=tmp_path, device="cpu", minutes=2, whole_runs=True)
-    with pytest.warns(UserWarning, match="0 of 1 runs"), pytest.raises(TimeUp, match="1 of 3 runs"):
+    with (
+        pytest.warns(UserWarning, match="enough for 0 of 1 runs"),
+        pytest.raises(TimeUp, match="1 of 3 runs"),
+    ):
         train(plans, options)
     assert clock.now == 40
     assert [len(numbers(tmp_path / plan.name / str(plan.seed))) for plan in plans] == [2, 0, 2]

@@ -231,8 +231,8 @@ class _Training:
         self._left_out |= {member.number for member in members[number:]}
         if self.rank == 0:
             warnings.warn(
-                f"{number} of {len(members)} runs can finish in the time that is left; the others "
-                "are left to the next command",
+                f"the time that is left is enough for {number} of {len(members)} runs side by "
+                "side; the next command continues with the others",
                 stacklevel=2,
             )
         return True
