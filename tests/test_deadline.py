@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.errors import TimeUp
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import Run
 from isda.experiments.settings import Options
@@ -69,55 +69,65 @@ def numbers(folder: Path) -> list[tuple[float, ...]]:
             for line in Run(folder).metrics()]  # fmt: skip
 
 
-def test_runs_that_cannot_finish_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def side_by_side(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """All runs side by side, as on a GPU."""
     monkeypatch.setattr(groups, "_side_by_side", lambda plans, *_: len(plans))
-    clock = Clock(monkeypatch)
-    recipe = replace(RECIPE, epochs=6)
+    return Clock(monkeypatch)
+
+
+def four_plans(epochs: int) -> list[Plan]:
+    recipe = replace(RECIPE, epochs=epochs)
     isda = replace(recipe, method="isda", lambda_0=0.5)
-    plans = [Plan(name, one, seed) for seed in (0, 1) for name, one in (("ce", recipe),
-             ("isda", isda))]  # fmt: skip
-    options = Options(
-        out=tmp_path / "limited", device="cpu", minutes=3.1, whole_runs=True, resume=True
-    )
+    return [Plan(name, one, seed) for seed in (0, 1)
+            for name, one in (("ce", recipe), ("isda", isda))]  # fmt: skip
+
+
+def epochs_of(plans: list[Plan], folder: Path) -> list[int]:
+    return [len(numbers(folder / plan.name / str(plan.seed))) for plan in plans]
+
+
+def test_some_runs_are_left_out_so_that_others_finish(side_by_side: Clock, tmp_path: Path) -> None:
+    plans, folder = four_plans(6), tmp_path / "limited"
+    options = Options(out=folder, device="cpu", minutes=3.1, whole_runs=True, resume=True)
     late = r"time limit of 3.1 min too short for the others, 2 of 4 runs finished"
-    with (
-        pytest.warns(UserWarning, match="enough for 2 of 4 runs"),
-        pytest.raises(TimeUp, match=late),
-    ):
+    warned = pytest.warns(UserWarning, match="enough for 2 of 4 runs")
+    with warned, pytest.raises(TimeUp, match=late):
         train(plans, options)
     # after two epochs, 106 s are left for four more, which take 160 s with four runs
-    assert clock.lanes == [4, 4, 2, 2, 2, 2]
-    assert [len(numbers(tmp_path / "limited" / plan.name / str(plan.seed))) for plan in plans] == [
-        6, 6, 2, 2
-    ]  # fmt: skip
-    train(plans, Options(out=tmp_path / "limited", device="cpu", resume=True))
-    assert clock.lanes[6:] == [2, 2, 2, 2]
+    assert side_by_side.lanes == [4, 4, 2, 2, 2, 2]
+    assert epochs_of(plans, folder) == [6, 6, 2, 2]
+    train(plans, replace(options))  # repeated, it goes on with the others
+    assert side_by_side.lanes[6:] == [2, 2, 2, 2]
     train(plans, Options(out=tmp_path / "whole", device="cpu"))
     for plan in plans:
         run = Path(plan.name) / str(plan.seed)
-        assert numbers(tmp_path / "limited" / run) == numbers(tmp_path / "whole" / run)
+        assert numbers(folder / run) == numbers(tmp_path / "whole" / run)
 
 
-def test_other_runs_may_finish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run that cannot finish stops after its second epoch; what is like it does not start."""
-    clock = Clock(monkeypatch)
-    long = replace(RECIPE, epochs=50)
-    plans = [Plan("long", long, 0), Plan("long", long, 1), Plan("short", RECIPE, 0)]
-    options = Options(out=tmp_path, device="cpu", minutes=2, whole_runs=True)
-    with (
-        pytest.warns(UserWarning, match="enough for 0 of 1 runs"),
-        pytest.raises(TimeUp, match="1 of 3 runs"),
-    ):
+def test_runs_of_which_none_can_finish_go_on(side_by_side: Clock, tmp_path: Path) -> None:
+    """They use the time and are continued by the next command, as without the option."""
+    plans = four_plans(50)
+    options = Options(out=tmp_path, device="cpu", minutes=3, whole_runs=True, resume=True)
+    for done in (4, 8):
+        with pytest.raises(TimeUp, match="time limit of 3 min reached, 0 of 4 runs finished"):
+            train(plans, replace(options))
+        assert epochs_of(plans, tmp_path) == [done] * 4
+
+
+def test_runs_that_are_ahead_finish_first(side_by_side: Clock, tmp_path: Path) -> None:
+    """Such as those that were left out at another epoch; otherwise they wait for the others."""
+    plans = four_plans(6)
+    for plan, minutes in zip(plans[:2], (0.8, 0.4), strict=True):
+        with pytest.raises(TimeUp):
+            train([plan], Options(out=tmp_path, device="cpu", minutes=minutes))
+    assert epochs_of(plans[:2], tmp_path) == [4, 2]
+    side_by_side.lanes.clear()
+    options = Options(out=tmp_path, device="cpu", minutes=0.7, whole_runs=True, resume=True)
+    with pytest.raises(TimeUp, match="1 of 4 runs finished"):
         train(plans, options)
-    assert clock.now == 40
-    assert [len(numbers(tmp_path / plan.name / str(plan.seed))) for plan in plans] == [2, 0, 2]
-
-
-def test_whole_runs_need_a_limit() -> None:
-    with pytest.raises(InputError, match="whole_runs must be used with minutes, got True"):
-        Options(whole_runs=True)
+    assert epochs_of(plans, tmp_path) == [6, 4, 0, 0]
+    assert side_by_side.lanes == [1] * 4
 
 
 def test_start_up_is_what_the_first_epoch_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,22 +158,6 @@ def test_a_file_with_a_byte_order_mark(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err.startswith("isda: wrong:1: epochs must be >= 1")
 
 
-def test_lines_whose_runs_can_finish(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A line that would take too long does not keep the next one from being trained."""
-    monkeypatch.setattr(loop.Deadline, "number_that_finish",
-                        lambda _, number, seconds, epochs: number * (epochs < 10))  # fmt: skip
-    line = f"train digits-resnet8-ce {QUICK}"
-    Path("mixed").write_text(f"{line} --epochs 20\n{line} --seeds 1\n")
-    assert main(["queue", "mixed", "--minutes", "60", "--whole-runs"]) == TIME_UP
-    finished = [run for run in load_runs("runs") if summary(run).finished]
-    assert [run.seed for run in finished] == [1]
-    errors = capsys.readouterr().err.splitlines()
-    assert errors[-1].startswith("isda: mixed:1 (train digits-")
-    assert "time limit of 60 min too short for the others, 0 of 1 run finished" in errors[-1]
-
-
 def test_every_line_of_the_evidence() -> None:
     """The queue at the root of the repository can be read, and needs no trained generators."""
     lines = read_queue(Path(__file__).parents[1] / "evidence.queue")

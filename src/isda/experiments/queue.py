@@ -34,7 +34,6 @@ from isda.experiments.report.terminal import show
 from isda.experiments.search import search, search_table
 from isda.experiments.settings import Options
 from isda.experiments.training import loop
-from isda.experiments.training.deadline import Deadline
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.failures import finished_first
 from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
@@ -98,22 +97,17 @@ def work_through(given: QueueArguments) -> None:
         with Workers(given.address, given.options.device, given.options.processes) as workers:
             _spread(lines, given, workers)
         return
-    failed, late = [], None
+    failed = []
     with kept_images():  # lines with the same images load them once
         for line in lines:
             options = _merged(given.options, line.task.options)
             try:
                 _work(line, options, given.results)
             except TimeUp as error:
-                late = TimeUp(f"{line.place} ({line.text}): {error}")
-                if not options.whole_runs or Deadline(options).is_up():
-                    break
-                print(f"isda: {late}", file=sys.stderr)  # runs of other lines may finish in time
+                raise TimeUp(f"{line.place} ({line.text}): {error}") from error
             except InputError as error:
                 print(f"isda: {line.place}: {error}", file=sys.stderr)
                 failed.append(line.place)
-    if late is not None:
-        raise late
     _raise_failed(failed, lines)
 
 

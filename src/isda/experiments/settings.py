@@ -342,8 +342,8 @@ class Options:
     with code 75. No epoch is started that would take longer than the time left."""
 
     whole_runs: bool = False
-    """With --minutes, for machines that lose their files: stop runs that cannot finish in time, so
-    that others side by side can."""
+    """With --minutes on a GPU, for machines that lose their files: if not all runs side by side can
+    finish in time, stop some of them, so that the others can."""
 
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
@@ -375,7 +375,6 @@ class Options:
         _require(self.processes >= 1, "processes", self.processes, ">= 1")
         limit = self.minutes
         _require(limit is None or 0 < limit < math.inf, "minutes", limit, "> 0")
-        _require(not self.whole_runs or limit is not None, "whole_runs", True, "used with minutes")
         _require(self.cache in _CACHES, "cache", self.cache, f"one of {', '.join(_CACHES)}")
         _require(self.workers is None or self.workers >= 0, "workers", self.workers, ">= 0")
 

@@ -40,7 +40,7 @@ class Deadline:
         return bool(distributed.agree(0, self.seconds_left < needed, None)[1])
 
     def number_that_finish(self, number: int, seconds: float, epochs: int) -> int:
-        """How many runs side by side can finish in time, at most; the same on all ranks.
+        """How many runs side by side can finish in time, at most.
 
         Args:
             number: number of runs.
@@ -84,7 +84,7 @@ def time_up(runs: Collection[Run], options: Options, *, early: bool = False) -> 
     Args:
         runs: all runs.
         options: options of the training, with the time limit.
-        early: the others would not have finished in time and were left out.
+        early: runs were left out, so that the others could finish in time.
     """
     done = sum(summary(run).finished for run in runs)
     number = f"{done} of {len(runs)} run{'s' * (len(runs) != 1)}"

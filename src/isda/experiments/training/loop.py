@@ -187,17 +187,17 @@ class _Training:
                 self.failures.add(number, str(error))
                 continue
             members.append(member)
-        seconds = self._epoch_seconds(group)
-        self._leave_out(self._unfinished(members), seconds)
-        if self._unfinished(members) and self.deadline.is_up(StartUp.longest + seconds):
+        needed = StartUp.longest + self._epoch_seconds(group)
+        if self._unfinished(members) and self.deadline.is_up(needed):
             raise time_up(self.runs.values(), self.options)
-        # after a kill, runs that are behind catch up first
+        # after a kill, runs that are behind catch up first; whole runs begin with those ahead
+        choose = max if self.options.whole_runs else min
         while unfinished := self._unfinished(members):
-            first = min(member.lane.epoch for member in unfinished)
-            behind = [member for member in unfinished if member.lane.epoch == first]
+            first = choose(member.lane.epoch for member in unfinished)
+            chosen = [member for member in unfinished if member.lane.epoch == first]
             ends = [m.lane.epoch if m.lane.epoch > first else m.lane.recipe.epochs
                     for m in unfinished]  # fmt: skip
-            time_is_up = self._train_side_by_side(behind, min(ends), start_up)
+            time_is_up = self._train_side_by_side(chosen, min(ends), start_up)
             if time_is_up and self._unfinished(members):
                 raise time_up(self.runs.values(), self.options)
             start_up = StartUp()
@@ -212,29 +212,27 @@ class _Training:
         ]
 
     def _leave_out(self, members: Sequence[_Member], seconds: float) -> bool:
-        """Leave runs side by side that cannot finish in time to the next command.
+        """Leave runs to the next command if that lets the others side by side finish in time.
 
         Args:
-            members: the runs.
-            seconds: time of an epoch of all of them; 0 if it is not known.
+            members: runs with the same number of epochs left.
+            seconds: time of an epoch of all of them.
 
         Returns:
             whether there are any.
         """
-        if not (self.options.whole_runs and members and seconds):
-            return False
-        epochs = max(member.lane.recipe.epochs - member.lane.epoch for member in members)
+        lane = members[0].lane
+        epochs = lane.recipe.epochs - lane.epoch
         number = self.deadline.number_that_finish(len(members), seconds, epochs)
-        if number == len(members):
-            return False
         number = whole_seeds([self.plans[member.number] for member in members], number)
+        if number in (0, len(members)):
+            return False
         self._left_out |= {member.number for member in members[number:]}
-        if self.rank == 0:
-            warnings.warn(
-                f"the time that is left is enough for {number} of {len(members)} runs side by "
-                "side; the next command continues with the others",
-                stacklevel=2,
-            )
+        warnings.warn(
+            f"the time that is left is enough for {number} of {len(members)} runs side by side; "
+            "the next command continues with the others",
+            stacklevel=2,
+        )
         return True
 
     def _epoch_seconds(self, group: list[int]) -> float:
@@ -265,9 +263,11 @@ class _Training:
             stopped = self.deadline.is_up(seconds)
             if epoch > first:
                 recent.append(seconds)
-            unfinished = [] if stopped else self._unfinished(members)
-            fewer = bool(recent) and self._leave_out(unfinished, mean(recent))
-            last = stopped or fewer or epoch + 1 == until
+            failed = any(member.number in self.failures for member in members)
+            last = stopped or epoch + 1 == until
+            fewer = False
+            if self.options.whole_runs and len(members) > 1 and recent and not (failed or last):
+                fewer = last = self._leave_out(members, mean(recent))
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
             memory = _peak_memory(lanes)
             share = seconds / len(lanes)
@@ -278,7 +278,6 @@ class _Training:
                         _write(member, metrics, writer, save=save, last=last)
             if save:
                 saved = time.monotonic()
-            failed = any(member.number in self.failures for member in members)
             if failed or fewer or (stopped and epoch + 1 < until):
                 break  # if runs have failed or are left out, the others go on without them
         for writer in writers:
