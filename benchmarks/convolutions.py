@@ -10,17 +10,19 @@ sets of tensors in turn.
 import argparse
 import csv
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from kernels import seconds_per_call, side_stream
 from torch import Tensor
 from torch.nn import functional as F
 
 from isda.experiments.training.environment import environment
 
 STAGES = ((16, 32), (32, 16), (64, 8))  # channels, height and width
-CALLS = 24  # in a graph
+ROUNDS = 6  # over all sets of tensors, in a graph
 REPEATS = 20
 
 
@@ -73,8 +75,8 @@ def measure(batch_size: int, channels: int, size: int) -> list[dict[str, Any]]:
             "channels": channels,
             "size": size,
             "result": result,
-            "cudnn": round(microseconds(cudnn, rounded), 2),
-            "triton": round(microseconds(triton, inputs), 2),
+            "cudnn": microseconds(cudnn, rounded),
+            "triton": microseconds(triton, inputs),
             **environment(torch.device("cuda")),
         }
         for result, (cudnn, triton) in functions.items()
@@ -101,23 +103,12 @@ def backward(images: Tensor, weight: Tensor, grad: Tensor, which: int) -> Tensor
 def microseconds(
     function: Callable[..., Tensor], inputs: list[tuple[Tensor, Tensor, Tensor]]
 ) -> float:
-    """Least time of a call over several replays of a graph."""
-    for each in inputs:
-        function(*each)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in range(CALLS):
-            function(*inputs[call % len(inputs)])
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1000 * start.elapsed_time(end) / CALLS)
-    return min(times)
+    """Time of a call, with each of the inputs in turn."""
+    calls: list[Callable[[], object]] = [partial(function, *each) for each in inputs]
+    with side_stream("cuda"):
+        for call in calls:  # compile, and select kernels
+            call()
+        return round(1e6 * seconds_per_call(calls * ROUNDS, "cuda", repeat=REPEATS), 2)
 
 
 if __name__ == "__main__":

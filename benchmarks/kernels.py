@@ -132,11 +132,11 @@ def copy_bandwidth(device: str, *, repeat: int) -> float:
 
     Uses a kernel, because the copy that CUDA provides is slower on some GPUs.
     """
-    with _side_stream(device):
+    with side_stream(device):
         source = torch.zeros(COPIED[torch.device(device).type], device=device)
         copy = partial(torch.add, source, 0, out=torch.empty_like(source))
         copy()
-        return 2 * source.nbytes / _seconds([copy], device, repeat=repeat) / 1e9
+        return 2 * source.nbytes / seconds_per_call([copy], device, repeat=repeat) / 1e9
 
 
 def floor_bytes(piece: str, shape: Shape, touched: float) -> float | None:
@@ -353,7 +353,7 @@ def _measured(
 ) -> tuple[float, float, int | None]:
     """Seconds per call, mean number of classes in a batch, and extra bytes on a GPU."""
     torch.manual_seed(0)
-    with _kernels(row.form == "kernels"), _side_stream(device):
+    with _kernels(row.form == "kernels"), side_stream(device):
         with torch.device(device):
             batches = [
                 (torch.randn(row.N, row.A), torch.randint(row.C, (row.N,))) for _ in range(BATCHES)
@@ -367,7 +367,7 @@ def _measured(
         # the plain form of full covariances asks the host for the classes of the batch
         plain = (row.form, row.structure) == ("functional form", "full")
         capture = not (row.piece in EAGER or (plain and row.piece != "cross entropy"))
-        seconds = _seconds(calls, device, repeat=repeat, capture=capture)
+        seconds = seconds_per_call(calls, device, repeat=repeat, capture=capture)
     return seconds, statistics.mean(len(target.unique()) for _, target in batches), extra
 
 
@@ -448,7 +448,7 @@ def _gradients(loss: Loss, head: nn.Linear, features: Tensor, target: Tensor) ->
     torch.autograd.grad(loss(features, target), (features, head.weight, head.bias))
 
 
-def _seconds(calls: list[Call], device: str, *, repeat: int, capture: bool = True) -> float:
+def seconds_per_call(calls: list[Call], device: str, *, repeat: int, capture: bool = True) -> float:
     """Median seconds per call over several series; on a GPU, each series replays a CUDA graph."""
     series = partial(_run, calls, device)
     if _on_gpu(device) and capture:
@@ -492,7 +492,7 @@ def _on_gpu(device: str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def _side_stream(device: str) -> AbstractContextManager[object]:
+def side_stream(device: str) -> AbstractContextManager[object]:
     """A side stream, which can be captured; the backward pass runs on the same stream."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if _on_gpu(device) else nullcontext()
 

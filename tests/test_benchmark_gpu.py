@@ -106,7 +106,8 @@ def test_what_is_run(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_convolutions(tmp_path: Path) -> None:
+def test_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     out = tmp_path / "convolutions.csv"
     load(SCRIPT.with_name("convolutions.py")).main(["--batch-size", "4", "--out", str(out)])
     rows = list(csv.DictReader(out.open()))

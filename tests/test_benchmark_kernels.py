@@ -170,7 +170,7 @@ def test_eager_is_the_line_of_a_script(
 
 
 def test_bandwidth_counts_both_ways(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "_seconds", lambda *_, **__: 0.5)
+    monkeypatch.setattr(benchmark, "seconds_per_call", lambda *_, **__: 0.5)
     assert benchmark.copy_bandwidth("cpu", repeat=1) == 2 * 4 * 2**22 / 0.5 / 1e9
 
 
