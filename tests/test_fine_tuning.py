@@ -26,7 +26,7 @@ from isda.experiments.data.arrays import ImageArrays, load_data, normalize
 from isda.experiments.data.decoding import decode_center_crop
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.errors import InputError, RunError
-from isda.experiments.networks import create_network, find_weights, own_preprocessing
+from isda.experiments.networks import Network, create_network, find_weights, own_preprocessing
 from isda.experiments.networks.pretrained import read_tensors
 from isda.experiments.plans import Planned, plan_compare, plan_train
 from isda.experiments.settings import Options, Recipe
@@ -485,6 +485,30 @@ def test_features_are_those_of_the_network(
             scaled = scaled / torch.tensor(recipe.std).view(3, 1, 1)
             expected = network.forward_features(scaled)[0]
             torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_features_are_computed_in_the_layout_of_the_recipe(
+    channels_last: bool, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts: list[bool] = []
+    create = images_module.create_network
+
+    def watched(*args: Any, **options: Any) -> Network:
+        network = create(*args, **options)
+        convolution = next(part for part in network.modules() if isinstance(part, nn.Conv2d))
+        convolution.register_forward_pre_hook(
+            lambda _, inputs: layouts.append(
+                inputs[0].is_contiguous(memory_format=torch.channels_last)
+            )
+        )
+        return network
+
+    monkeypatch.setattr(images_module, "create_network", watched)
+    monkeypatch.setattr(images_module, "require_fit", lambda *_: None)  # it calls the network, too
+    weights = weights_of(RESNET, tmp_path)
+    ImageStore().get(frozen(photos, weights, channels_last=channels_last), Options(), CPU)
+    assert set(layouts) == {channels_last}
 
 
 def test_the_head_is_trained_on_the_features(photos: Path, tmp_path: Path) -> None:

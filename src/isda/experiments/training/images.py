@@ -129,8 +129,9 @@ def _settings(recipe: Recipe, options: Options, device: torch.device) -> tuple[o
     if not recipe.freeze:
         return settings
     weights = find_weights(recipe.network, recipe.weights)
-    network = (recipe.network, weights, weights.stat().st_mtime_ns, recipe.precision)
-    return (*settings, *network, recipe.mean, recipe.std)
+    network = (recipe.network, weights, weights.stat().st_mtime_ns)
+    numerics = (recipe.precision, recipe.channels_last)
+    return (*settings, *network, *numerics, recipe.mean, recipe.std)
 
 
 def _decoded(
@@ -185,11 +186,12 @@ def _features(
         generator=torch.Generator().manual_seed(0),
         weights=find_weights(recipe.network, recipe.weights),
     )
-    network.requires_grad_(False).eval().to(device)
+    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    network.requires_grad_(False).eval().to(device).to(memory_format=layout)
     require_fit(network, recipe, data.image_shape, device)
 
     def features(images: Tensor) -> Tensor:
-        scaled = normalize(images.to(device), data.mean, data.std)
+        scaled = normalize(images.to(device), data.mean, data.std).contiguous(memory_format=layout)
         with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
             return network.forward_features(scaled).float()
 
