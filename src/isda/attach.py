@@ -169,19 +169,9 @@ class AttachedLoss(nn.Module):
             training = training and head.training
             features.append(capture.features)
             capture.features = None  # used once
-        weight, bias = self.heads[0].weight, self.heads[0].bias
         if not training:
-            compiling = torch.compiler.is_compiling()
-            if self.training and logits.requires_grad and not (self._warned or compiling):
-                self._warned = True
-                checks.warn(_EVAL_MODE)
-            evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
-            last = self._classes_last
-            if last is None:  # as the layer gives them
-                last = isinstance(self.heads[0], nn.Linear) and self._captures[0].has_tokens
-            logits, target = classes_second(logits, target, len(weight), classes_last=last)
-            value: Tensor = evaluate(logits, target)
-            return value
+            return self._evaluate(logits, target)
+        weight, bias = self.heads[0].weight, self.heads[0].bias
         sharded = hasattr(weight, "device_mesh") or weight.numel() == 0  # DTensor, or ZeRO-3
         if sharded or len(self.heads) > 1:
             weight, bias = self.gather_parameters()
@@ -290,6 +280,20 @@ class AttachedLoss(nn.Module):
         training = self.training and all(head.training for head in self.heads)
         if training and hasattr(self.criterion, "refuse"):
             self.criterion.refuse()
+
+    def _evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Ordinary cross entropy, as in eval mode."""
+        compiling = torch.compiler.is_compiling()
+        if self.training and logits.requires_grad and not (self._warned or compiling):
+            self._warned = True
+            checks.warn(_EVAL_MODE)
+        last, head = self._classes_last, self.heads[0]
+        if last is None:  # as the layer gives them
+            last = isinstance(head, nn.Linear) and self._captures[0].has_tokens
+        logits, target = classes_second(logits, target, len(head.weight), classes_last=last)
+        evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
+        value: Tensor = evaluate(logits, target)
+        return value
 
     def _require_pair(
         self,
