@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 
 from isda.experiments.cli import main
 from isda.experiments.data import cache_file, folder_cache
-from isda.experiments.data.arrays import load_data
+from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.data.batch_feed import BatchFeed
 from isda.experiments.data.decoding import (
     ImageFiles,
@@ -38,6 +38,7 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.data.resized_crop import PackedImages
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.groups import Plan, own_images
 from isda.experiments.training.images import ImageStore, kept_images
 from isda.experiments.training.side_by_side import SideBySide
 from isda.experiments.training.training_step import Lane
@@ -287,6 +288,35 @@ def test_the_place_does_not_change_the_results(photos: Path, device: torch.devic
     assert [[row[1]] for row in pairs] == train([alone])
     for one, other in zip(together[1].tensors(), alone.tensors(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_every_seed_draws_its_own_images(photos: Path, device: torch.device) -> None:
+    whole = decoded(photos, device=device)
+    numbers = torch.arange(21, dtype=torch.uint8).view(21, 1, 1, 1)  # in place of images
+    target = whole.train_target.cpu()
+    arrays = ImageArrays("", numbers, target, numbers, target, (0.0,), (1.0,), whole.class_names)
+    recipe = replace(RECIPE, images_per_class=4)
+    results = []
+    for cache in PLACES:
+        data, lanes = decoded(photos, cache, device), []
+        for seed in (3, 4):
+            drawn = own_images(data, Plan("few", recipe, seed))
+            kept = arrays.draw(4, seed=seed, test_on_rest=False)
+            assert torch.equal(drawn.train_target.cpu(), kept.train_target)
+            assert isinstance(drawn, DecodedImages)
+            assert drawn.test_images is data.test_images
+            chosen = kept.train_images.flatten().tolist()
+            if isinstance(drawn.train_images, ImageFiles):
+                files = files_of(photos).train_files
+                assert drawn.train_images.files == tuple(files[i] for i in chosen)
+            else:
+                for place, number in enumerate(chosen):
+                    assert torch.equal(image_of(drawn, place), image_of(data, number))
+            lanes.append(Lane(recipe, seed, drawn, device))
+        results.append(train(lanes))
+    assert results == [results[0]] * len(PLACES)
+    with pytest.raises(InputError, match="images_per_class must be between 1 and 7 for imagefold"):
+        own_images(whole, Plan("few", replace(recipe, images_per_class=8), 0))
 
 
 @pytest.mark.parametrize("cache", ["memory", "off"])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DATA",
     "ImageArrays",
+    "draw",
     "epoch_order",
     "load_data",
     "normalize",
@@ -110,17 +111,10 @@ class ImageArrays:
         if test_on_rest:
             images = torch.cat((images, self.test_images))
             target = torch.cat((target, self.test_target))
-        count = int(torch.bincount(target, minlength=self.num_classes).min())
-        if not 0 < images_per_class <= count - test_on_rest:
-            raise InputError(
-                f"images_per_class must be between 1 and {count - test_on_rest} for {self.name}, "
-                f"got {images_per_class}"
-            )
-        order = counter_rng.permutation(len(target), counter_rng.key(seed, _DRAW)).to(target.device)
-        order = order[target[order].argsort(stable=True)]  # by class, random within a class
-        first = torch.searchsorted(target[order], target[order])  # place of its class
-        drawn = torch.arange(len(target), device=target.device) - first < images_per_class
-        kept, rest = order[drawn].sort().values, order[~drawn].sort().values
+        classes, name = self.num_classes, self.name
+        kept, rest = draw(
+            target, classes, images_per_class, seed=seed, leave_one=test_on_rest, name=name
+        )
         return replace(
             self,
             train_images=images[kept],
@@ -241,6 +235,41 @@ def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor
             f"hold_out must leave training images of every class, got {number} of {len(target)}"
         )
     return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+
+
+def draw(
+    target: Tensor,
+    num_classes: int,
+    images_per_class: int,
+    *,
+    seed: int,
+    leave_one: bool = False,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    """Indices of random images, the same number of each class, and those of all others.
+
+    Args:
+        target: class of every image.
+        num_classes: number of classes.
+        images_per_class: number of images of each class.
+        seed: seed of the draw.
+        leave_one: leave at least one image of each class for the others.
+        name: of the data set.
+
+    Shape:
+        target (N,); outputs ascending, on its device.
+    """
+    count = int(torch.bincount(target, minlength=num_classes).min())
+    if not 0 < images_per_class <= count - leave_one:
+        raise InputError(
+            f"images_per_class must be between 1 and {count - leave_one} for {name}, "
+            f"got {images_per_class}"
+        )
+    order = counter_rng.permutation(len(target), counter_rng.key(seed, _DRAW)).to(target.device)
+    order = order[target[order].argsort(stable=True)]  # by class, random within a class
+    first = torch.searchsorted(target[order], target[order])  # place of its class
+    drawn = torch.arange(len(target), device=target.device) - first < images_per_class
+    return order[drawn].sort().values, order[~drawn].sort().values
 
 
 _SPLIT, _DRAW = 0x5D, 0xD7  # parts of the keys

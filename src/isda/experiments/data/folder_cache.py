@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from isda.experiments.data.arrays import split
+from isda.experiments.data.arrays import draw, split
 from isda.experiments.data.cache_file import CACHE_FOLDER, CacheFile
 from isda.experiments.data.decoding import (
     ImageFiles,
@@ -72,24 +72,30 @@ class DecodedImages:
             files: the files of all images.
         """
         kept, held = split(files.train_target, number)
-        images: PackedImages | ImageFiles
         crops: Tensor | ImageFiles = center_crops(
             files, tuple(files.train_files[i] for i in held.tolist())
         )
-        if isinstance(self.train_images, ImageFiles):
-            chosen = tuple(self.train_images.files[i] for i in kept.tolist())
-            images = replace(self.train_images, files=chosen, size=self.train_images.size[kept])
+        if isinstance(self.train_images, PackedImages):
+            crops = crops[:].to(self.train_images.pixels.device)
+        held = held.to(self.train_target.device)
+        return replace(self._keep(kept), test_images=crops, test_target=self.train_target[held])
+
+    def draw(self, images_per_class: int, *, seed: int) -> "DecodedImages":
+        """Random training images, the same number of each class; see ``ImageArrays.draw``."""
+        classes, name = self.num_classes, self.name
+        kept, _ = draw(self.train_target, classes, images_per_class, seed=seed, name=name)
+        return self._keep(kept)
+
+    def _keep(self, kept: Tensor) -> "DecodedImages":
+        """Some of the training images; those in memory are not copied."""
+        images = self.train_images
+        if isinstance(images, ImageFiles):
+            chosen = tuple(images.files[i] for i in kept.tolist())
+            images = replace(images, files=chosen, size=images.size[kept.cpu()])
         else:
-            images = self.train_images.take(kept.to(self.train_images.size.device))
-            crops = crops[:].to(images.pixels.device)
-        target = self.train_target
-        return replace(
-            self,
-            train_images=images,
-            train_target=target[kept.to(target.device)],
-            test_images=crops,
-            test_target=target[held.to(target.device)],
-        )
+            images = images.take(kept.to(images.size.device))
+        target = self.train_target[kept.to(self.train_target.device)]
+        return replace(self, train_images=images, train_target=target)
 
 
 def decode_folder(

@@ -10,7 +10,6 @@ from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.decoding import ImageFiles
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError
 from isda.experiments.networks import outline
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.images import ImageStore, load_files
@@ -75,10 +74,7 @@ def own_images(data: ImageArrays | DecodedImages, plan: Plan) -> ImageArrays | D
     if not recipe.images_per_class:
         return data
     if not isinstance(data, ImageArrays):
-        raise InputError(
-            f"images_per_class must be 0 for {recipe.data}, whose images are files, "
-            f"got {recipe.images_per_class}"
-        )
+        return data.draw(recipe.images_per_class, seed=plan.seed)
     rest = recipe.data == "digits" and not recipe.hold_out
     return data.draw(recipe.images_per_class, seed=plan.seed, test_on_rest=rest)
 
