@@ -6,17 +6,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from programs import run_program
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.datasets import ImageFolder
 
 import isda
 from isda.criterion import Criterion
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+CIFAR10_CLASSES = [
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+]  # fmt: skip
 
 
 def run(path: Path, folder: Path, **options: Any) -> str:
@@ -42,6 +47,29 @@ def test_explicit_example_trains_and_resumes(tmp_path: Path) -> None:
     assert values[-1] < 0.75 * values[0]
     assert "statistics of 5391 samples" in output  # three epochs of 1,797 digits
     assert not list(tmp_path.iterdir())
+
+
+def test_cifar_as_image_files(tmp_path: Path) -> None:
+    """The first training images of every class and all test images, unchanged."""
+    random = np.random.default_rng(0)
+    arrays = {
+        "train_images": random.integers(256, size=(40, 32, 32, 3), dtype=np.uint8),
+        "train_labels": np.arange(40) % 10,
+        "test_images": random.integers(256, size=(13, 32, 32, 3), dtype=np.uint8),
+        "test_labels": np.arange(13) % 10,
+    }
+    np.savez(tmp_path / "cifar10.npz", **arrays)
+    words = ["cifar10", tmp_path / "photos", "--images-per-class", 3, "--data-root", tmp_path]
+    done = run_program(ROOT / "examples" / "cifar_folders.py", *words, folder=tmp_path)
+    assert done.stdout.endswith("30 training and 13 test images\n"), done.stderr
+    classes = sorted(CIFAR10_CLASSES)
+    data = ImageFolder(str(tmp_path / "photos" / "train"))
+    assert data.classes == classes
+    found = {(np.asarray(image).tobytes(), data.classes[label]) for image, label in data}
+    assert found == {
+        (arrays["train_images"][i].tobytes(), CIFAR10_CLASSES[i % 10]) for i in range(30)
+    }
+    assert len(ImageFolder(str(tmp_path / "photos" / "test"))) == 13
 
 
 ON_TWO_RANKS = ["accelerate", "fsdp2"]
