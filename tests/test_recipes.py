@@ -6,7 +6,7 @@ import math
 import pytest
 
 from isda.experiments.errors import InputError
-from isda.experiments.published import ABLATION, COST, METHODS, PARAMETERS, PUBLISHED
+from isda.experiments.published import COST, DASH, PARAMETERS, PUBLISHED, TABLES, Cell, Result
 from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import DEFAULT, RECIPES, baseline_of, get_recipe, name_of
 from isda.experiments.settings import Recipe
@@ -215,21 +215,31 @@ def test_gains_that_the_paper_states():
     assert gain("cifar100-resnext29_8x64d-isda") == 0.73
 
 
+def printed(table: int, title: str) -> list[Result | str]:
+    """Row of a table by its title: numbers and dashes."""
+    (row,) = (row for row in TABLES[table].rows if row[0] == title)
+    return [entry.paper if isinstance(entry, Cell) else entry for entry in row[1:]]
+
+
 def test_table_4_repeats_table_2_and_table_5_does_not():
-    assert sum(len(cells) for cells in METHODS.values()) == 13 * 4 - 2 - 2 * 2
-    for data in ("cifar10", "cifar100"):
-        assert METHODS["basic"][f"{data}-resnet110"] == PUBLISHED[f"{data}-resnet110-ce"]
-        assert METHODS["isda"][f"{data}-resnet110"] == PUBLISHED[f"{data}-resnet110-isda"]
-        for method, recipe in (("basic_dropout", "ce"), ("isda_dropout", "isda")):
-            wide = f"{data}-wide_resnet28_10"
-            assert METHODS[method][wide] == PUBLISHED[f"{wide}-{recipe}"]
+    assert len(TABLES[4].cells) == 13 * 4 - 2 - 2 * 2
+    resnet110, with_isda = printed(2, "ResNet-110")[1:], printed(2, "ResNet-110 + ISDA")[1:]
+    assert printed(4, "Basic") == [*resnet110, DASH, DASH]
+    assert printed(4, "ISDA") == [*with_isda, DASH, DASH]
+    for title, name in (("Basic", "Wide-ResNet-28-10"), ("ISDA", "Wide-ResNet-28-10 + ISDA")):
+        assert printed(4, f"{title} + Dropout")[2:] == printed(2, name)[1:]
+    for title, method in (("Basic", "ce"), ("ISDA", "isda")):
+        for place, data in enumerate(("cifar10", "cifar100")):
+            assert printed(4, title)[place] == PUBLISHED[f"{data}-resnet110-{method}"]
+            wide = PUBLISHED[f"{data}-wide_resnet28_10-{method}"]
+            assert printed(4, f"{title} + Dropout")[2 + place] == wide
     # the text gives ISDA the numbers of Basic + Dropout
-    text = {"cifar10-resnet110": 6.23, "cifar100-resnet110": 27.11}
-    assert {key: METHODS["basic_dropout"][key].mean for key in text} == text
-    assert all(METHODS["isda"][key].mean > number for key, number in text.items())
-    assert ABLATION["isda"]["cifar100"] == PUBLISHED["cifar100-wide_resnet28_10-isda"]
-    assert ABLATION["basic"]["cifar10"] == PUBLISHED["cifar10-wide_resnet28_10-ce"]
-    assert ABLATION["basic"]["cifar100"].mean == 18.58
+    text = [6.23, 27.11]
+    assert [result.mean for result in printed(4, "Basic + Dropout")[:2]] == text
+    assert all(one.mean > n for one, n in zip(printed(4, "ISDA")[:2], text, strict=True))
+    assert printed(5, "ISDA")[1] == PUBLISHED["cifar100-wide_resnet28_10-isda"]
+    assert printed(5, "Basic")[0] == PUBLISHED["cifar10-wide_resnet28_10-ce"]
+    assert printed(5, "Basic")[1].mean == 18.58
     assert PUBLISHED["cifar100-wide_resnet28_10-ce"].mean == 18.53
 
 

@@ -18,13 +18,12 @@ from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_training import train_gan
 from isda.experiments.losses import baselines
 from isda.experiments.networks import create_network
-from isda.experiments.published import PUBLISHED, Result
+from isda.experiments.published import PUBLISHED, TABLES, Cell, Result, cell_recipes
 from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, default_folder, load_runs, summary
 from isda.experiments.report.comparison import create_sides
 from isda.experiments.report.overview import report_markdown
-from isda.experiments.report.paper_tables import TABLES, Cell, cell_recipes
 from isda.experiments.report.tables import our_result, section, table_markdown
 from isda.experiments.settings import Options
 from isda.experiments.training import training_step

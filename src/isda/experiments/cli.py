@@ -161,8 +161,8 @@ def _calibrate(words: list[str]) -> None:
 def _table(words: list[str]) -> None:
     """Show a table of the paper with our numbers, or train one of its cells."""
     from isda.experiments.arguments import TableArguments, parse
+    from isda.experiments.published import cell_recipes, get_table
     from isda.experiments.report.comparison import create_sides, left_out_line
-    from isda.experiments.report.paper_tables import cell_recipes, get_table
     from isda.experiments.report.tables import cell_results, section
 
     given = parse(TableArguments, "table", words, description=COMMANDS["table"])

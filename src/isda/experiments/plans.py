@@ -15,9 +15,9 @@ from isda.experiments.arguments import (
     parse_recipe,
 )
 from isda.experiments.errors import InputError, unknown
+from isda.experiments.published import cell_recipes
 from isda.experiments.recipe_checks import require_seeds
 from isda.experiments.recipes import baseline_of, get_recipe, pair_name, run_name, with_method
-from isda.experiments.report.paper_tables import cell_recipes
 from isda.experiments.settings import METHODS, Options, Recipe
 from isda.experiments.training.groups import Plan
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from isda.experiments.errors import InputError
+from isda.experiments.published import DASH, NAMES
 from isda.experiments.recipes import RECIPES, train_command
 from isda.experiments.records import Run, Summary, summary
 from isda.experiments.report.calibrated import calibrations
@@ -22,7 +23,6 @@ from isda.experiments.report.comparison import (
 )
 from isda.experiments.report.costs import cost_rows
 from isda.experiments.report.intervals import Difference, difference, estimate, signed
-from isda.experiments.report.paper_tables import DASH, NAMES
 from isda.experiments.report.text import escape_markdown, markdown_rows
 
 __all__ = [

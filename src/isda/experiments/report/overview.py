@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from isda.experiments.published import TABLES
 from isda.experiments.records import Run, summary
 from isda.experiments.report.comparison import (
     Comparison,
@@ -17,7 +18,6 @@ from isda.experiments.report.comparison import (
 )
 from isda.experiments.report.evidence import QUANTITIES, training
 from isda.experiments.report.intervals import estimate
-from isda.experiments.report.paper_tables import TABLES
 from isda.experiments.report.tables import pairs, pairs_markdown, section
 from isda.experiments.report.text import escape_markdown, markdown_rows
 

@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from isda.experiments.files import write_text
-from isda.experiments.published import PUBLISHED
+from isda.experiments.published import NAMES, PUBLISHED, TABLES, cell_recipes
 from isda.experiments.records import Run
 from isda.experiments.report.classes import (
     Evidence,
@@ -34,8 +34,7 @@ from isda.experiments.report.curves import BASELINE, METHOD, OTHERS, Line, curve
 from isda.experiments.report.diagrams import lambda_curve, reliability_diagram
 from isda.experiments.report.intervals import signed
 from isda.experiments.report.overview import COSTS_TITLE, overview
-from isda.experiments.report.paper_tables import NAMES, TABLES, cell_recipes
-from isda.experiments.report.tables import our_result, pair_rows, pairs
+from isda.experiments.report.tables import legend, our_result, pair_rows, pairs
 from isda.experiments.settings import Recipe
 
 if TYPE_CHECKING:
@@ -163,6 +162,7 @@ def write_report_page(
         overview=found.words,
         sections=sections,
         others={"header": header, "rows": rows, "details": found.others},
+        legend=legend,
         ours=lambda cell: our_result(cell, found.sides),
         costs=costs,
         costs_title=COSTS_TITLE,

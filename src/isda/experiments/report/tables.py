@@ -6,7 +6,7 @@ from pathlib import Path
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.files import write_text
-from isda.experiments.published import PUBLISHED, Result
+from isda.experiments.published import DASH, PUBLISHED, Cell, Result, Table, find_cells
 from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, Summary, load_runs
 from isda.experiments.report.comparison import (
@@ -22,12 +22,13 @@ from isda.experiments.report.comparison import (
 )
 from isda.experiments.report.evidence import BLOCKS, comparisons, cost_block
 from isda.experiments.report.intervals import estimate, signed
-from isda.experiments.report.paper_tables import DASH, EMPTY, Cell, Table, find_cells
 from isda.experiments.report.terminal import OURS, text_table
 from isda.experiments.report.text import markdown_rows
 
 __all__ = [
+    "EMPTY",
     "cell_results",
+    "legend",
     "markdown_table",
     "our_result",
     "pair_rows",
@@ -38,6 +39,17 @@ __all__ = [
     "table_markdown",
     "update_markdown",
 ]
+
+
+EMPTY = "·"
+"""Mark of a number that was not run yet."""
+
+
+def legend(table: Table) -> str:
+    """Explanation of the marks in a table, and its note."""
+    dash = any(entry == DASH for row in table.rows for entry in row)
+    marks = [f"{EMPTY}: not run yet.", *[f"{DASH}: not in the paper."] * dash]
+    return " ".join([*marks, table.note]).rstrip()
 
 
 def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
@@ -62,7 +74,7 @@ def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
 def section(table: Table, sides: Mapping[str, Side]) -> str:
     """A table of the paper with title, legend and comparisons, as Markdown."""
     parts = [f"## Table {table.number}. {table.title}", table_markdown(table, sides)]
-    parts.append(f"Ours: mean ± standard deviation over n seeds. {table.legend}")
+    parts.append(f"Ours: mean ± standard deviation over n seeds. {legend(table)}")
     results = pairs(table, sides)
     return "\n\n".join([*parts, pairs_markdown(results, table.published)] if results else parts)
 
