@@ -24,13 +24,14 @@ from isda.experiments.cost_records import (
     MeasuredCost,
     TheoreticalCost,
     cost_lines,
+    cost_table,
+    costs_markdown,
     write_costs,
 )
 from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import CrossEntropyLoss
 from isda.experiments.published import COST
 from isda.experiments.recipes import get_recipe
-from isda.experiments.report.costs import cost_table, costs_markdown
 from isda.experiments.training import step_cost
 from isda.experiments.training.environment import environment
 from isda.experiments.training.memory import peak_host_memory

@@ -200,9 +200,8 @@ def _queue(words: list[str]) -> None:
 def _report(words: list[str]) -> None:
     """Show all tables with our numbers, export records, update pages."""
     from isda.experiments.arguments import ReportArguments, parse
-    from isda.experiments.cost_records import read_costs
+    from isda.experiments.cost_records import cost_rows, read_costs
     from isda.experiments.report.comparison import distinct
-    from isda.experiments.report.costs import cost_rows
     from isda.experiments.report.overview import report_markdown
     from isda.experiments.report.pictures_of_features import read_pictures
     from isda.experiments.report.tables import update_markdown
@@ -253,7 +252,7 @@ def _weights(words: list[str]) -> None:
 def _cost(words: list[str]) -> None:
     """Measure what ISDA adds to a training step in time and memory (Table 1)."""
     from isda.experiments.arguments import CostArguments, parse
-    from isda.experiments.report.costs import costs_markdown
+    from isda.experiments.cost_records import costs_markdown
 
     given = parse(CostArguments, "cost", words, description=COMMANDS["cost"])
     if given.table:

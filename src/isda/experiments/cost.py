@@ -15,12 +15,13 @@ from isda.experiments.cost_records import (
     MeasuredCost,
     TheoreticalCost,
     cost_lines,
+    cost_table,
+    costs_markdown,
     measured_lines,
     write_costs,
 )
 from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.networks import create_network
-from isda.experiments.report.costs import cost_table, costs_markdown
 from isda.experiments.report.terminal import show
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment

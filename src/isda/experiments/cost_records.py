@@ -1,27 +1,36 @@
-"""Cost records: the CSV files of ``isda cost``, a line per network and case."""
+"""Cost records: the CSV files of ``isda cost``, a line per network and case, and their tables."""
 
 import csv
 import io
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text, writing
-from isda.experiments.published import COST, Cost
+from isda.experiments.published import COST, PARAMETERS, Cost
+from isda.experiments.report.terminal import text_table
+from isda.experiments.report.text import markdown_rows
 
 __all__ = [
     "CASES",
     "MeasuredCost",
     "TheoreticalCost",
+    "cost_block",
     "cost_lines",
+    "cost_rows",
+    "cost_table",
+    "costs_markdown",
     "measured_lines",
     "read_costs",
     "write_costs",
 ]
+
+_Line = Mapping[str, str]
+_Cases = Mapping[str, _Line]  # lines of one network on one device, by case
 
 CASES = ("ce", "diagonal", "full")
 """What is measured: cross entropy, and ISDA with diagonal and full covariances."""
@@ -85,9 +94,9 @@ def cost_lines(
     ]
 
 
-def write_costs(path: Path, lines: Sequence[Mapping[str, str]]) -> None:
+def write_costs(path: Path, lines: Sequence[_Line]) -> None:
     """Write lines of :func:`cost_lines` to a CSV file, which is replaced as a whole."""
-    names = dict.fromkeys((*_COLUMNS, *itertools.chain.from_iterable(lines)))
+    names = dict.fromkeys((*_FIELDS, *itertools.chain.from_iterable(lines)))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(names))
     writer.writeheader()
@@ -113,7 +122,7 @@ def measured_lines(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file, restkey="", restval="")
-            missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
+            missing = [name for name in _FIELDS if name not in (reader.fieldnames or ())]
             lines = [line for line in reader if line.get("case")]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
@@ -138,8 +147,55 @@ def measured_lines(path: Path) -> list[dict[str, str]]:
     return lines
 
 
+def cost_rows(lines: Iterable[_Line], layout: str) -> list[list[str]]:
+    """Header, then a row per network and device; the last measurement of a case counts.
+
+    Args:
+        lines: lines of a cost record.
+        layout: ``terminal``, ``page``, ``report`` or ``block``: the columns to show.
+    """
+    networks: dict[tuple[str, str], dict[str, _Line]] = {}
+    for line in lines:
+        place = networks.setdefault((line["network"], line.get("device", "")), {})
+        place[line.get("case", "")] = line
+    titles = _LAYOUTS[layout]
+    if not any("ce" in cases for cases in networks.values()):
+        titles = tuple(title for title in titles if title not in _MEASURED)
+    return [
+        list(titles),
+        *([_COLUMNS[title](cases) for title in titles] for cases in networks.values()),
+    ]
+
+
+def costs_markdown(paths: Iterable[Path]) -> str:
+    """Cost records as a Markdown table.
+
+    Args:
+        paths: CSV files of ``isda cost``.
+    """
+    paths = list(paths)
+    for path in paths:
+        if not path.is_file():
+            raise InputError(f"table must name CSV files, got {path}")
+    header, *rows = cost_rows(read_costs(paths), "page")
+    return markdown_rows(header, rows, pad=False)
+
+
+def cost_block(lines: Iterable[_Line]) -> str:
+    """Block of a page: what ISDA adds to a training step, as Markdown."""
+    _, *rows = cost_rows(lines, "block")
+    titles = ["network", "CE, ms per step", "ISDA, diagonal", "ISDA, full", "paper (diagonal)"]
+    return markdown_rows(titles, rows, pad=False)
+
+
+def cost_table(lines: Sequence[_Line]) -> str:
+    """Costs as text for a terminal, with notes."""
+    header, *rows = cost_rows(lines, "terminal")
+    return "\n".join([text_table(header, rows), *_notes(lines)])
+
+
 _PAPER = ("paper_theoretical_percent", "paper_wall_percent")
-_COLUMNS = (
+_FIELDS = (
     *(field.name for field in fields(TheoreticalCost)),
     *_PAPER,
     *(field.name for field in fields(MeasuredCost)),
@@ -151,3 +207,76 @@ def _finite(text: str) -> bool:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def _cell(
+    case: str, name: str, form: str, scale: float = 1.0, unit: str = ""
+) -> Callable[[_Cases], str]:
+    """A cell of a column: a number of a case, its note, or nothing."""
+
+    def cell(cases: _Cases) -> str:
+        line = cases.get(case, {}) if case else next(iter(cases.values()))
+        if case and line.get("note"):
+            return line["note"] if name in ("milliseconds", "added_percent") else ""
+        text = line.get(name, "")
+        return f"{float(text) * scale:{form}}{unit}".replace("-", "−") if text else ""
+
+    return cell
+
+
+_COLUMNS: dict[str, Callable[[_Cases], str]] = {
+    "network": lambda cases: next(iter(cases.values()))["network"],
+    "params M": _cell("", "parameters", ".1f", 1e-6),
+    "mult-adds G": _cell("", "multiply_adds", ".2f", 1e-9),
+    "A": _cell("", "num_features", ".0f"),
+    "theory": _cell("", "theoretical_percent", ".2f", unit=" %"),
+    "paper": _cell("", "paper_theoretical_percent", ".2f", unit=" %"),
+    "batch": _cell("ce", "batch_size", ".0f"),
+    "CE ms": _cell("ce", "milliseconds", ".2f"),
+    "+ diagonal": _cell("diagonal", "added_percent", "+.2f", unit=" %"),
+    "+ full": _cell("full", "added_percent", "+.2f", unit=" %"),
+    "paper +": _cell("", "paper_wall_percent", ".1f", unit=" %"),
+    "CE MiB": _cell("ce", "mebibytes", ".0f"),
+    "+ diagonal MiB": _cell("diagonal", "added_mebibytes", ".0f"),
+    "+ full MiB": _cell("full", "added_mebibytes", ".0f"),
+    "device": lambda cases: next(iter(cases.values())).get("device", ""),
+}
+_TIMES = ("CE ms", "+ diagonal", "+ full", "paper +")
+_MEASURED = ("batch", *_TIMES, "CE MiB", "+ diagonal MiB", "+ full MiB")
+_LAYOUTS: dict[str, tuple[str, ...]] = {
+    "terminal": ("network", "params M", "mult-adds G", "A", "theory", "paper", *_TIMES,
+                 "CE MiB", "+ diagonal MiB", "+ full MiB"),
+    "page": ("network", "batch", "A", *_TIMES, "+ diagonal MiB", "+ full MiB"),
+    "report": ("network", "params M", "theory", "paper", *_TIMES, "device"),
+    "block": ("network", *_TIMES),
+}  # fmt: skip
+
+
+def _notes(lines: Sequence[_Line]) -> Iterator[str]:
+    """How to read the numbers, and where the paper prints different ones."""
+    yield "\ntheory: 5·C·A as a percentage of the multiply-adds of the forward pass"
+    networks = {line["network"]: line for line in lines if line["paper_theoretical_percent"]}
+    formula = [
+        name
+        for name, line in networks.items()
+        if f"{float(line['theoretical_percent']):.2f}"
+        != f"{float(line['paper_theoretical_percent']):.2f}"
+    ]
+    if formula:
+        yield f"{', '.join(formula)}: the paper prints a different number than this formula gives"
+    sizes = {
+        name: PARAMETERS[name]
+        for name, line in networks.items()
+        if f"{int(line['parameters']) / 1e6:.1f}" != f"{PARAMETERS[name]:.1f}"
+    }
+    if sizes:
+        printed = ", ".join(f"{millions:.1f}" for millions in sizes.values())
+        yield f"{', '.join(sizes)}: the paper prints a different number of parameters, {printed} M"
+    measured = [line for line in lines if line.get("case")]
+    if measured:
+        batch = dict.fromkeys(f"{line['batch_size']} ({line['precision']})" for line in measured)
+        yield f"ms, MiB: of a training step with batch size {', '.join(batch)}"
+        yield "+: added to the time and memory of cross entropy (CE)"
+    spreads = [float(line["spread_percent"]) for line in measured if line["spread_percent"]]
+    if spreads:
+        yield f"single repeats deviate by up to {max(spreads):.1f} % from the medians shown"

@@ -4,7 +4,7 @@ A block is the text between two marks of a page; ``isda report --update`` writes
 records, so that no number on a page is typed by hand.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from isda.experiments.errors import InputError
@@ -21,7 +21,6 @@ from isda.experiments.report.comparison import (
     pair_up,
     verdict,
 )
-from isda.experiments.report.costs import cost_rows
 from isda.experiments.report.intervals import Difference, difference, estimate, signed
 from isda.experiments.report.text import escape_markdown, markdown_rows
 
@@ -32,7 +31,6 @@ __all__ = [
     "Quantity",
     "Strengths",
     "comparisons",
-    "cost_block",
     "data_sizes",
     "recipe_order",
     "strengths",
@@ -174,18 +172,6 @@ def recipe_order(name: str) -> tuple[int, str]:
     """Sort key: recipes in the paper's order, then others by name."""
     names = list(RECIPES)
     return (names.index(name) if name in names else len(names), name)
-
-
-def cost_block(costs: Iterable[Mapping[str, str]]) -> str:
-    """What ISDA adds to a training step, as Markdown.
-
-    Args:
-        costs: lines of the records of ``isda cost``.
-    """
-    header, *rows = cost_rows(costs, "page")
-    shown = [header.index(title) for title in _COST_COLUMNS]
-    titles = ["network", "CE, ms per step", "ISDA, diagonal", "ISDA, full", "paper (diagonal)"]
-    return markdown_rows(titles, [[row[n] for n in shown] for row in rows], pad=False)
 
 
 def _effect(runs: Iterable[Run], prefix: str) -> str:
@@ -331,7 +317,6 @@ _WORDS = {
     "hold_out": "validation on {} held-out images",
 }
 _IMAGES_PER_CLASS = {"cifar10": 5000, "cifar100": 500}  # of the whole training set
-_COST_COLUMNS = ("network", "CE ms", "+ diagonal", "+ full", "paper +")
 _SUMMARY = {
     "lower": "Lower error, significant at 95 %:",
     "not significant": "No significant difference of the error:",

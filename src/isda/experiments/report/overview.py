@@ -31,7 +31,7 @@ def report_markdown(runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> str
 
     Args:
         runs: run records.
-        costs: rows of :func:`isda.experiments.report.costs.cost_rows`, shown below Table 1.
+        costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
     """
     found = overview(runs)
     parts = [section(table, found.sides) for table in TABLES.values()]

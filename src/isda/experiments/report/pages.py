@@ -145,7 +145,7 @@ def write_report_page(
     Args:
         path: HTML file.
         runs: run records.
-        costs: rows of :func:`isda.experiments.report.costs.cost_rows`, shown below Table 1.
+        costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
         pictures: records of generators and augmented features, shown at the end.
     """
     found = overview(runs)

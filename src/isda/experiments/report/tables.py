@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from isda.experiments.cost_records import cost_block
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.files import write_text
 from isda.experiments.published import DASH, PUBLISHED, Cell, Result, Table, find_cells
@@ -20,7 +21,7 @@ from isda.experiments.report.comparison import (
     left_out_line,
     verdict,
 )
-from isda.experiments.report.evidence import BLOCKS, comparisons, cost_block
+from isda.experiments.report.evidence import BLOCKS, comparisons
 from isda.experiments.report.intervals import estimate, signed
 from isda.experiments.report.terminal import OURS, text_table
 from isda.experiments.report.text import markdown_rows
