@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from isda.experiments.cli import main
-from isda.experiments.report.terminal import fit, terminal_width, text_table
-from isda.experiments.report.text import markdown_rows
+from isda.experiments.report.text import fit, markdown_rows, terminal_width, text_table
 
 ROOT = Path(__file__).parent.parent
 LABELS = ["plain", r"a|b \ c", "wide_resnet16_8"]
@@ -108,7 +107,7 @@ def test_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns, width in {"100": 100, "1": 40}.items():
         monkeypatch.setenv("COLUMNS", columns)
         assert terminal_width() == width
-    code = "from isda.experiments.report.terminal import terminal_width as w; print(w() > 1000)"
+    code = "from isda.experiments.report.text import terminal_width as w; print(w() > 1000)"
     monkeypatch.delenv("COLUMNS")
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     assert printed.strip() == b"True"  # a file or a pipe gets whole tables

@@ -8,7 +8,7 @@ from isda import distributed
 from isda.experiments.files import write_text
 from isda.experiments.plans import AutoComparison, Planned
 from isda.experiments.report.intervals import RESOLUTION
-from isda.experiments.report.terminal import show
+from isda.experiments.report.text import show
 from isda.experiments.search import (
     Choice,
     Round,

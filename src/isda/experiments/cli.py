@@ -17,7 +17,7 @@ from isda._version import __version__
 from isda.experiments.errors import InputError, StoppedElsewhere, TimeUp, unknown
 from isda.experiments.recipe_checks import require_seeds
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
-from isda.experiments.report.terminal import show
+from isda.experiments.report.text import show
 from isda.experiments.settings import Options, Recipe
 from isda_command import COMMANDS, USAGE
 

@@ -22,7 +22,7 @@ from isda.experiments.cost_records import (
 )
 from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.networks import create_network
-from isda.experiments.report.terminal import show
+from isda.experiments.report.text import show
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
 from isda.experiments.training.step_cost import (

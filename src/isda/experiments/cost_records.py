@@ -12,8 +12,7 @@ from typing import Any
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text, writing
 from isda.experiments.published import COST, PARAMETERS, Cost
-from isda.experiments.report.terminal import text_table
-from isda.experiments.report.text import markdown_rows
+from isda.experiments.report.text import markdown_rows, text_table
 
 __all__ = [
     "CASES",

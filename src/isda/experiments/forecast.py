@@ -21,7 +21,7 @@ from isda.experiments.networks import Network, outline
 from isda.experiments.plans import Calibrations, Command, Planned, Search
 from isda.experiments.recipes import pair_name
 from isda.experiments.records import Run, load_runs, summary
-from isda.experiments.report.terminal import fit, terminal_width, text_table
+from isda.experiments.report.text import fit, terminal_width, text_table
 from isda.experiments.search import checked_candidates, default_hold_out, halving
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.groups import Plan

@@ -30,7 +30,7 @@ from isda.experiments.plans import (
     plan_command,
 )
 from isda.experiments.records import load_runs, summary
-from isda.experiments.report.terminal import show
+from isda.experiments.report.text import show
 from isda.experiments.search import search, search_table
 from isda.experiments.settings import Options
 from isda.experiments.training import loop

@@ -26,7 +26,7 @@ from isda.experiments.recipes import RECIPES, pair_name
 from isda.experiments.records import Run
 from isda.experiments.report.comparison import Side, create_side
 from isda.experiments.report.intervals import RESOLUTION
-from isda.experiments.report.terminal import text_table
+from isda.experiments.report.text import text_table
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.groups import Plan, load_images

@@ -16,7 +16,7 @@ from isda.experiments.report.pictures_of_features import (
     neighbours_table,
     quality_table,
 )
-from isda.experiments.report.terminal import show
+from isda.experiments.report.text import show
 from isda.experiments.training.device import choose_kernels, join_processes
 from isda_command import COMMANDS
 

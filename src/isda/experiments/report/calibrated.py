@@ -6,8 +6,7 @@ from isda.experiments.calibration import Calibration, load_calibration
 from isda.experiments.records import Run, summary
 from isda.experiments.report.comparison import create_side, distinct
 from isda.experiments.report.intervals import estimate
-from isda.experiments.report.terminal import text_table
-from isda.experiments.report.text import markdown_rows
+from isda.experiments.report.text import markdown_rows, text_table
 
 __all__ = ["calibration_rows", "calibration_text", "calibrations"]
 

@@ -22,7 +22,7 @@ from isda.experiments.report.intervals import (
     seeds_needed,
     signed,
 )
-from isda.experiments.report.terminal import text_table
+from isda.experiments.report.text import text_table
 from isda.experiments.settings import Recipe
 
 __all__ = [

@@ -23,8 +23,7 @@ from isda.experiments.report.comparison import (
 )
 from isda.experiments.report.evidence import BLOCKS, comparisons
 from isda.experiments.report.intervals import estimate, signed
-from isda.experiments.report.terminal import OURS, text_table
-from isda.experiments.report.text import markdown_rows
+from isda.experiments.report.text import OURS, markdown_rows, text_table
 
 __all__ = [
     "EMPTY",

@@ -1,9 +1,24 @@
-"""Markdown tables, and text that is safe in them."""
+"""Tables as Markdown and as text, laid out for the width of the terminal."""
 
+import itertools
 import re
-from collections.abc import Iterable
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
 
-__all__ = ["escape_markdown", "markdown_rows", "printable"]
+__all__ = [
+    "OURS",
+    "escape_markdown",
+    "fit",
+    "markdown_rows",
+    "printable",
+    "show",
+    "terminal_width",
+    "text_table",
+]
+
+OURS = "ours (n)"
+"""Title of a column that belongs to the one before it."""
 
 
 def printable(text: str) -> str:
@@ -37,23 +52,67 @@ def markdown_rows(
         code: columns to show as code.
         pad: pad cells to the width of their column.
     """
-    code = set(code)
+    left, code = set(left), set(code)
     rows = [[_code(cell) if n in code else escape_markdown(cell) for n, cell in enumerate(row)]
             for row in rows]  # fmt: skip
-    left = set(left)
-    columns = zip(header, *rows, strict=True)
-    widths = [max(map(len, column)) if pad else 0 for column in columns]
-    rule = ["-" * max(width, 3) if n in left else "-" * max(width - 1, 3) + ":"
-            for n, width in enumerate(widths)]  # fmt: skip
-    widths = [max(width, len(text)) if pad else 0 for width, text in zip(widths, rule, strict=True)]
-    lines = [
-        [
-            cell.ljust(widths[n]) if n in left else cell.rjust(widths[n])
-            for n, cell in enumerate(line)
+    columns = []
+    for n, column in enumerate(zip(header, *rows, strict=True)):
+        width = max(map(len, column)) if pad else 0
+        rule = "-" * max(width, 3) if n in left else "-" * max(width - 1, 3) + ":"
+        width = max(width, len(rule)) if pad else 0
+        cells = (column[0], rule, *column[1:])
+        columns.append([f"{cell:{'<' if n in left else '>'}{width}}" for cell in cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in zip(*columns, strict=True))
+
+
+def terminal_width() -> int:
+    """Columns of the terminal, or of ``COLUMNS``; no limit if the output goes elsewhere."""
+    return max(shutil.get_terminal_size((_UNLIMITED, 24)).columns, 40)
+
+
+def show(text: str) -> None:
+    """Print Markdown or text in the width of the terminal."""
+    print(fit(text, terminal_width()), flush=True)
+
+
+def fit(text: str, width: int) -> str:
+    """Markdown that is at most ``width`` characters wide.
+
+    Paragraphs are wrapped. The columns of a wide table are distributed over up to four tables that
+    repeat its labels; if that is not enough, the rows become a list, without the title of the
+    labels and without empty cells. Lines with columns of their own, see :func:`text_table`, and
+    words longer than a line stay as they are.
+    """
+    parts: list[str] = []
+    for is_table, lines in itertools.groupby(text.split("\n"), lambda line: line.startswith("| ")):
+        if is_table:
+            parts.append(_fit_table(list(lines), width))
+        else:
+            parts += [_wrap(line, width) for line in lines]
+    return "\n".join(parts)
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns without Markdown, several tables if the terminal is too narrow for one.
+
+    The first column is left-aligned and repeated in every table, the others are right-aligned.
+    """
+    padded = [[*row, *[""] * (len(header) - len(row))] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*padded, strict=True)]
+    room = terminal_width() - widths[0]
+    others = [[column] for column in range(1, len(widths))]
+    tables: list[str] = []
+    for columns in _distribute(others, [2 + width for width in widths], room):
+        lines = [
+            "".join([row[0].ljust(widths[0]), *("  " + row[n].rjust(widths[n]) for n in columns)])
+            for row in padded
         ]
-        for line in (header, rule, *rows)
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+        rule = "─" * len(lines[0])
+        tables.append("\n".join([lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:])]))
+    return "\n\n".join(tables)
+
+
+_MOST_TABLES, _UNLIMITED = 4, 10**6
 
 
 def _code(text: str) -> str:
@@ -61,3 +120,67 @@ def _code(text: str) -> str:
     fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
     return fence + space + printable(text).replace("|", r"\|") + space + fence
+
+
+def _wrap(line: str, width: int) -> str:
+    if len(line) <= width or "  " in line:  # two spaces: columns of a table
+        return line
+    item = "* " if line.startswith("* ") else ""
+    words = [  # names of runs that are longer than a line are broken behind a plus
+        word.replace("+", "+\0 ") if len(item + word) > width else word
+        for word in line.removeprefix(item).split(" ")
+    ]
+    filled = textwrap.fill(
+        " ".join(words),
+        width,
+        initial_indent=item,
+        subsequent_indent=" " * len(item),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return filled.replace("\0 ", "").replace("\0", "")
+
+
+def _fit_table(lines: list[str], width: int) -> str:
+    if max(map(len, lines)) <= width or len(lines) < 3:
+        return "\n".join(lines)
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
+    titles = [title.strip() for title in rows[0]]
+    numbers = [rule.strip().endswith(":") for rule in rows[1]]
+    labels = range(numbers.index(True) if any(numbers) else 1)
+    groups: list[list[int]] = []  # columns that stay together
+    for column in range(len(labels), len(titles)):
+        if titles[column] == OURS and groups:
+            groups[-1].append(column)
+        else:
+            groups.append([column])
+    widths = [1 + max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = width - 1 - sum(widths[column] for column in labels)
+    tables = _distribute(groups, widths, room)
+    too_wide = any(sum(widths[column] for column in columns) > room for columns in tables)
+    if too_wide or len(tables) > _MOST_TABLES:
+        return "\n".join(_item(titles, row, width) for row in rows[2:])
+    return "\n\n".join(
+        "\n".join("|" + "|".join(row[n] for n in [*labels, *columns]) + "|" for row in rows)
+        for columns in tables
+    )
+
+
+def _distribute(groups: Sequence[list[int]], widths: Sequence[int], room: int) -> list[list[int]]:
+    """Columns of each table, as many groups in one as there is room for."""
+    tables: list[list[int]] = [[]]
+    for group in groups:
+        if tables[-1] and sum(widths[column] for column in tables[-1] + group) > room:
+            tables.append([])
+        tables[-1] += group
+    return tables
+
+
+def _item(titles: list[str], row: list[str], width: int) -> str:
+    """A row of a table as an item of a list: its first cell, then the others with their titles."""
+    first, *cells = (" ".join(cell.split()) for cell in row)
+    lines = [_wrap(f"* {first}", width)]
+    others = [f"{title}: {cell}" for title, cell in zip(titles[1:], cells, strict=True) if cell]
+    if others:
+        lines.append(textwrap.indent(_wrap("; ".join(others), width - 2), "  "))
+    return "\n".join(lines)
