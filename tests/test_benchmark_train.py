@@ -10,7 +10,7 @@ import pytest
 from programs import run_program
 
 from isda.experiments.records import load_runs
-from isda.experiments.report.tables import update_markdown
+from isda.experiments.report.blocks import update_markdown
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "train.py"

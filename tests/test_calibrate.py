@@ -18,7 +18,7 @@ from isda.experiments.data.arrays import load_data, normalize
 from isda.experiments.errors import InputError
 from isda.experiments.networks import create_network
 from isda.experiments.records import export, load_runs
-from isda.experiments.report.evidence import BLOCKS
+from isda.experiments.report.blocks import BLOCKS
 from isda.experiments.training import loop
 
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "500", "--device", "cpu"]

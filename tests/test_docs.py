@@ -26,15 +26,10 @@ from isda.experiments.plans import plan_train
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import DEFAULT, RECIPES
 from isda.experiments.records import load_runs
-from isda.experiments.report.evidence import BLOCKS, comparisons, strengths
-from isda.experiments.report.figures import (
-    describe_data_sizes,
-    describe_effect,
-    describe_strengths,
-    write_figures,
-)
+from isda.experiments.report.blocks import BLOCKS, update_markdown
+from isda.experiments.report.comparison import comparisons, strengths
+from isda.experiments.report.figures import figure_texts, write_figures
 from isda.experiments.report.intervals import estimate
-from isda.experiments.report.tables import update_markdown
 from isda_command import COMMANDS, USAGE
 
 ROOT = Path(__file__).parents[1]
@@ -286,11 +281,8 @@ def test_commands_train_the_runs_of_the_records(records) -> None:
 
 
 def test_figures_are_those_of_the_records(records) -> None:
-    expected = {
-        "effect": describe_effect(records),
-        "lambda_0": describe_strengths(records),
-        "images": describe_data_sizes(records),
-    }
+    expected = figure_texts(records)
+    assert expected.keys() == {"effect", "lambda_0", "images"}
     for name, text in expected.items():
         for theme in ("light", "dark"):
             svg = (DOCS / "figures" / f"{name}-{theme}.svg").read_text()

@@ -19,12 +19,13 @@ from isda.experiments.errors import InputError
 from isda.experiments.published import COST
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.records import Run, load_runs
-from isda.experiments.report.comparison import comparison, comparison_table, create_side, sentence
-from isda.experiments.report.curves import Line, curves
+from isda.experiments.report.blocks import recipes_block, update_markdown
+from isda.experiments.report.comparison import comparison, comparison_table, sentence
 from isda.experiments.report.intervals import difference, signed
-from isda.experiments.report.overview import report_markdown
 from isda.experiments.report.pages import write_comparison_page, write_report_page
-from isda.experiments.report.tables import markdown_table, recipes_table, update_markdown
+from isda.experiments.report.plots import Line, curves
+from isda.experiments.report.sides import create_side
+from isda.experiments.report.tables import recipes_table, report_markdown
 from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder
 
@@ -255,7 +256,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
         show(["2", "--results", str(out)])
         assert f"Left out: {reason}{places}." in capsys.readouterr().out
     with pytest.raises(InputError, match=reason):
-        markdown_table(runs, FIRST)
+        recipes_block(runs, FIRST)
     with pytest.raises(InputError, match=r"have the same name and seed"):
         main(["--runs", str(out), "--export", str(tmp_path / "kept")])
     assert not (tmp_path / "kept").exists()
@@ -466,13 +467,13 @@ def test_recipes_table(out, tmp_path):
         recipes_table(tmp_path / "nowhere")
 
 
-def test_markdown_table(out):
-    header, rule, row = markdown_table(load_runs(out)).splitlines()
+def test_recipes_block(out):
+    header, rule, row = recipes_block(load_runs(out)).splitlines()
     assert header.count("|") == rule.count("|") == row.count("|")
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == [f"`{ISDA}`", "–", "–", *expected_numbers(out), "3"]
     with pytest.raises(InputError, match="no records of an ISDA recipe cifar"):
-        markdown_table(load_runs(out), "cifar")
+        recipes_block(load_runs(out), "cifar")
 
 
 def test_update_markdown(out, tmp_path):
@@ -481,7 +482,7 @@ def test_update_markdown(out, tmp_path):
     frame = "# Title\n\n" + block + "between\n" + block + "end"
     path.write_text(frame.format("digits", "old\nrows\n", "all", ""))
     runs = load_runs(out)
-    table = markdown_table(runs) + "\n"
+    table = recipes_block(runs) + "\n"
     assert update_markdown(path, runs)
     assert path.read_text() == frame.format("digits", table, "all", table)
     assert not update_markdown(path, runs)
@@ -657,7 +658,7 @@ def test_changed_recipes_are_compared(tmp_path):
     details = (tmp_path / "report.html").read_text(encoding="utf-8").split("<summary>")[1:]
     for row, text in zip(rows, details, strict=True):
         assert f"<code>{row[1].strip()}</code>" in text
-    assert f"`{searched}`" in markdown_table(load_runs(tmp_path), FIRST)
+    assert f"`{searched}`" in recipes_block(load_runs(tmp_path), FIRST)
 
 
 def test_report_of_nothing(tmp_path):

@@ -22,9 +22,8 @@ from isda.experiments.published import PUBLISHED, TABLES, Cell, Result, cell_rec
 from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, default_folder, load_runs, summary
-from isda.experiments.report.comparison import create_sides
-from isda.experiments.report.overview import report_markdown
-from isda.experiments.report.tables import our_result, section, table_markdown
+from isda.experiments.report.sides import create_sides
+from isda.experiments.report.tables import our_result, report_markdown, section, table_markdown
 from isda.experiments.settings import Options
 from isda.experiments.training import training_step
 

@@ -23,7 +23,7 @@ from damage import damage_file
 
 from isda.experiments.errors import InputError
 from isda.experiments.records import Run, export, load_runs, summary
-from isda.experiments.report.overview import report_markdown
+from isda.experiments.report.tables import report_markdown
 from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder, locked
 

@@ -1,18 +1,28 @@
-"""Records of calibrated runs: ``calibration.json`` beside the metrics of a run.
+"""Records of calibrated runs, ``calibration.json`` beside the metrics of a run, and their table.
 
 The temperature T is fitted on training images that were held out; the test images are evaluated
 with the logits as they are, and divided by T. See :mod:`isda.experiments.calibrate`.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import read_bytes, write_bytes
 from isda.experiments.metrics_lines import is_number, read_line, sealed
-from isda.experiments.records import CALIBRATION, Run
+from isda.experiments.records import CALIBRATION, Run, summary
+from isda.experiments.report.intervals import estimate
+from isda.experiments.report.sides import create_side, distinct
+from isda.experiments.report.text import markdown_rows, text_table
 
-__all__ = ["Calibration", "load_calibration", "save_calibration"]
+__all__ = [
+    "Calibration",
+    "calibration_block",
+    "calibration_text",
+    "load_calibration",
+    "save_calibration",
+]
 
 
 @dataclass(frozen=True)
@@ -79,3 +89,48 @@ def load_calibration(run: Run) -> Calibration | None:
             f"{path} is damaged: it {error}; without it, isda calibrate measures again"
         ) from error
     return Calibration(**record)
+
+
+def calibration_text(runs: Iterable[Run]) -> str:
+    """The calibrated runs as a table for a terminal, a row per recipe."""
+    return text_table(_HEADER[1:], [row[1:] for row in _rows(runs, "")])
+
+
+def calibration_block(runs: Iterable[Run], prefix: str) -> str:
+    """Block of a page: the calibrated runs of recipes whose names start with a prefix."""
+    rows = _rows(runs, prefix)
+    if not rows:
+        return "There are no records of calibrated runs yet."
+    return markdown_rows(_HEADER, rows, left=(0, 1), pad=False)
+
+
+_HEADER = ["training", "method", "error, %", "NLL", "ECE, %", "T", "NLL with T", "ECE with T, %",
+           "seeds"]  # fmt: skip
+
+
+def _rows(runs: Iterable[Run], prefix: str) -> list[list[str]]:
+    """A row per recipe that has calibrated runs."""
+    by_name: dict[str, list[Calibration]] = {}
+    finished = [run for run in distinct(runs) if summary(run).finished]
+    for run in finished:
+        found = load_calibration(run) if run.name.startswith(prefix) else None
+        if found is not None:
+            by_name.setdefault(run.name, []).append(found)
+    rows = []
+    for name, own in by_name.items():
+        side = create_side(finished, name)
+        label = side.label
+        if side.recipe.lambda_0:
+            label += f", λ₀ = {side.recipe.lambda_0:g}"
+        columns = (
+            ([one.test_error for one in own], 2),
+            ([one.test_loss for one in own], 3),
+            ([100 * one.test_ece for one in own], 2),
+            ([one.temperature for one in own], 2),
+            ([one.scaled_loss for one in own], 3),
+            ([100 * one.scaled_ece for one in own], 2),
+        )
+        training = f"{name.partition('+')[0].rpartition('-')[0]}, {own[0].held_out_images} held out"
+        cells = (estimate(values).format(digits) for values, digits in columns)
+        rows.append([training, label, *cells, str(len(own))])
+    return rows

@@ -151,8 +151,8 @@ def _search(words: list[str]) -> None:
 def _calibrate(words: list[str]) -> None:
     """Train without held-out images, fit a temperature on them, and compare NLL and ECE."""
     from isda.experiments.calibrate import calibrate
+    from isda.experiments.calibration import calibration_text
     from isda.experiments.plans import plan_calibrate
-    from isda.experiments.report.calibrated import calibration_text
 
     planned = plan_calibrate(words, description=COMMANDS["calibrate"])
     show(calibration_text(calibrate(planned, planned.options)))
@@ -162,7 +162,7 @@ def _table(words: list[str]) -> None:
     """Show a table of the paper with our numbers, or train one of its cells."""
     from isda.experiments.arguments import TableArguments, parse
     from isda.experiments.published import cell_recipes, get_table
-    from isda.experiments.report.comparison import create_sides, left_out_line
+    from isda.experiments.report.sides import create_sides, left_out_line
     from isda.experiments.report.tables import cell_results, section
 
     given = parse(TableArguments, "table", words, description=COMMANDS["table"])
@@ -201,10 +201,10 @@ def _report(words: list[str]) -> None:
     """Show all tables with our numbers, export records, update pages."""
     from isda.experiments.arguments import ReportArguments, parse
     from isda.experiments.cost_records import cost_rows, read_costs
-    from isda.experiments.report.comparison import distinct
-    from isda.experiments.report.overview import report_markdown
+    from isda.experiments.report.blocks import update_markdown
     from isda.experiments.report.pictures_of_features import read_pictures
-    from isda.experiments.report.tables import update_markdown
+    from isda.experiments.report.sides import distinct
+    from isda.experiments.report.tables import report_markdown
 
     given = parse(ReportArguments, "report", words, description=COMMANDS["report"])
     folder = given.runs or default_folder()

@@ -24,8 +24,8 @@ from isda.experiments.files import write_text
 from isda.experiments.recipe_checks import require_seeds
 from isda.experiments.recipes import RECIPES, pair_name
 from isda.experiments.records import Run
-from isda.experiments.report.comparison import Side, create_side
 from isda.experiments.report.intervals import RESOLUTION
+from isda.experiments.report.sides import Side, create_side
 from isda.experiments.report.text import text_table
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.device import join_processes

@@ -1,107 +1,52 @@
 """A method compared with its baseline over seeds.
 
-The result of a run is its mean over its last epochs. Recipes are reported as mean ± standard
-deviation over seeds, and compared by the difference with a 95 % interval, paired by seed where both
-sides have the same seeds.
+Recipes are reported as mean ± standard deviation over seeds, and compared by the difference with a
+95 % interval, paired by seed where both sides have the same seeds.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from isda.experiments.errors import InputError
-from isda.experiments.recipe_checks import differing_fields
-from isda.experiments.recipes import COMPANIONS, RECIPES
-from isda.experiments.records import Run, Summary, result_epochs, summary
+from isda.experiments.records import Run, result_epochs, summary
 from isda.experiments.report.intervals import (
     Difference,
-    Estimate,
     difference,
     estimate,
     interval_words,
     seeds_needed,
     signed,
 )
+from isda.experiments.report.sides import (
+    ERROR,
+    QUANTITIES,
+    Quantity,
+    Side,
+    create_side,
+    create_sides,
+    distinct,
+    recipe_order,
+    same_training,
+)
 from isda.experiments.report.text import text_table
-from isda.experiments.settings import Recipe
 
 __all__ = [
     "Comparison",
-    "Side",
+    "DataSizes",
+    "Strengths",
     "advice",
     "compare",
     "comparison",
     "comparison_rows",
     "comparison_table",
-    "create_side",
-    "create_sides",
-    "distinct",
-    "left_out_line",
+    "comparisons",
+    "data_sizes",
     "pair_up",
-    "same_training",
     "sentence",
+    "strengths",
     "verdict",
     "window_words",
 ]
-
-
-@dataclass(frozen=True)
-class Side:
-    """The finished runs of a recipe: one side of a comparison."""
-
-    name: str
-    """Name of the recipe."""
-
-    recipe: Recipe
-    """The recipe of all these runs."""
-
-    runs: dict[int, Run]
-    """Runs by seed."""
-
-    summaries: dict[int, Summary]
-    """Results by seed."""
-
-    unfinished: int
-    """Number of runs that were left out because they are not finished."""
-
-    @property
-    def label(self) -> str:
-        """Display name of the method, such as ``Cutout + ISDA``."""
-        method = self.name.partition("+")[0].rpartition("-")[2]
-        named = "isda" if method.endswith("isda") else "ce" if method in COMPANIONS else method
-        if named != self.recipe.method:  # changed by a flag
-            method = self.recipe.method
-        if method in _LABELS:
-            return _LABELS[method]
-        return " + ".join(_LABELS.get(part, part.capitalize()) for part in method.split("_"))
-
-    def only(self, seeds: Collection[int]) -> "Side":
-        """A copy with the runs of the given seeds."""
-        return replace(
-            self,
-            runs={seed: run for seed, run in self.runs.items() if seed in seeds},
-            summaries={seed: one for seed, one in self.summaries.items() if seed in seeds},
-        )
-
-    @property
-    def error(self) -> Estimate:
-        """Mean and standard deviation of the error over seeds, in percent."""
-        return estimate(list(self.errors.values()))
-
-    @property
-    def errors(self) -> dict[int, float]:
-        """Errors by seed, in percent."""
-        return self.values(lambda result: result.error)
-
-    @property
-    def verified(self) -> bool:
-        """Whether the records of all runs have checksums."""
-        return all(run.verified for run in self.runs.values())
-
-    def values(self, quantity: Callable[[Summary], float | None]) -> dict[int, float]:
-        """A quantity of the results by seed, without seeds that did not record it."""
-        values = {seed: quantity(result) for seed, result in self.summaries.items()}
-        return {seed: value for seed, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -118,18 +63,33 @@ class Comparison:
         return self.baseline, self.method
 
     @property
+    def title(self) -> str:
+        """The training with λ₀, such as ``CIFAR-100, ResNet-32, λ₀ = 0.5``."""
+        return f"{self.method.training()}, λ₀ = {self.method.recipe.lambda_0:g}"
+
+    @property
     def split(self) -> str:
         """Split that was evaluated: the test set, or held-out training images."""
         return "validation" if self.method.recipe.hold_out else "test"
 
+    @property
+    def seeds(self) -> str:
+        """Number of seeds; that of baseline and method if they differ, such as ``3 / 5``."""
+        return " / ".join(dict.fromkeys(map(str, self.difference.counts)))
+
+    def change(self, quantity: Quantity) -> Difference | None:
+        """The method minus the baseline; None if a side did not record the quantity."""
+        baseline, method = (side.values(quantity.value) for side in self.sides)
+        return difference(baseline, method) if baseline and method else None
+
+    def means(self, quantity: Quantity) -> str:
+        """Means of baseline and method, such as ``1.386 → 1.084``."""
+        means = (side.estimate(quantity).mean for side in self.sides)
+        return " → ".join(f"{mean:.{quantity.digits}f}" for mean in means)
+
 
 def comparison(runs: Iterable[Run], baseline_name: str, method_name: str) -> Comparison:
-    """Compare the finished runs of two recipes.
-
-    Raises:
-        InputError: a side has no finished run, two runs with the same seed, or runs with different
-            recipes.
-    """
+    """Compare the finished runs of two recipes; raises InputError like :func:`create_side`."""
     runs = list(runs)
     return compare(*(create_side(runs, name) for name in (baseline_name, method_name)))
 
@@ -146,99 +106,127 @@ def compare(baseline: Side, method: Side) -> Comparison:
 def pair_up(sides: Iterable[Side]) -> list[Comparison]:
     """Compare every method with cross entropy under the same recipe, if there are runs of both."""
     sides = sorted(sides, key=lambda side: len(side.name))  # prefer the shorter of two names
-    pairs = [
-        (
-            next((b for b in sides if same_training(b.recipe, method.recipe.baseline())), None),
-            method,
-        )
-        for method in sides
-        if method.recipe.method != "ce"
-    ]
-    found = [compare(baseline, method) for baseline, method in pairs if baseline is not None]
+    found = []
+    for method in sides:
+        own = [side for side in sides if same_training(side.recipe, method.recipe.baseline())]
+        if method.recipe.method != "ce" and own:
+            found.append(compare(own[0], method))
     return sorted(found, key=lambda result: result.method.name)
 
 
-def create_side(runs: Iterable[Run], name: str) -> Side:
-    """The finished runs with a name; raises InputError like :func:`comparison`."""
-    own = [(run, summary(run)) for run in runs if run.name == name]
-    finished = [(run, result) for run, result in own if result.finished]
-    if not finished:
-        raise InputError(f"no finished run of {name!r} to compare")
-    first = finished[0][0]
-    for run, _ in finished[1:]:
-        if not same_training(run.recipe, first.recipe):
-            fields = ", ".join(differing_fields(run.recipe, first.recipe))
-            raise InputError(f"{run.folder} and {first.folder} differ in {fields}")
-    by_seed: dict[int, Run] = {}
-    for run, _ in finished:
-        twin = by_seed.setdefault(run.seed, run)
-        if twin is not run:
-            raise InputError(
-                f"two runs of {name!r} have the same seed: {twin.folder}, {run.folder}"
-            )
-    results = {run.seed: result for run, result in finished}
-    return Side(name, first.recipe, by_seed, results, len(own) - len(finished))
+def comparisons(runs: Iterable[Run], prefix: str = "") -> list[Comparison]:
+    """ISDA compared with cross entropy in every training that has records of both.
 
+    Args:
+        runs: run records.
+        prefix: prefix of the names of the recipes.
 
-def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], dict[str, str]]:
-    """Sides by name, and reasons why runs are left out, by name or folder.
-
-    Left out are damaged records, and all runs of a name if they contradict each other.
-
-    Skips runs evaluated on held-out images, and runs that have the name of a recipe but different
-    settings.
+    Raises:
+        InputError: there are none, or records are damaged or contradict each other.
     """
-    by_name: dict[str, list[Run]] = {}
-    damaged: dict[str, str] = {}
-    for run in distinct(runs):
-        if run.damage is not None:
-            damaged[str(run.folder)] = run.damage
-        elif (
-            summary(run).finished
-            and not run.recipe.hold_out
-            and same_training(run.recipe, RECIPES.get(run.name, run.recipe))
-        ):
-            by_name.setdefault(run.name, []).append(run)
-    sides, left_out = {}, damaged
-    for name, own in sorted(by_name.items()):
-        try:
-            sides[name] = create_side(own, name)
-        except InputError as error:
-            left_out[name] = str(error)
-    return sides, left_out
+    sides, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
+    if left_out:
+        raise InputError("; ".join(left_out.values()))
+    results = [one for one in pair_up(sides.values()) if one.method.recipe.method == "isda"]
+    if not results:
+        raise InputError(f"no records of an ISDA recipe {prefix}… and its baseline")
+    return sorted(results, key=lambda result: recipe_order(result.method))
 
 
-def left_out_line(reason: str) -> str:
-    """Sentence for a reason given by :func:`create_sides`."""
-    return f"Left out: {reason}."
+@dataclass(frozen=True)
+class Strengths:
+    """Runs that differ in λ₀ only."""
+
+    title: str
+    """The training."""
+
+    sides: dict[float, Side]
+    """Runs by λ₀; cross entropy is 0."""
 
 
-def distinct(runs: Iterable[Run]) -> list[Run]:
-    """Drop copies: keep one of the runs with the same name, seed, recipe and result.
+def strengths(runs: Iterable[Run], prefix: str = "") -> list[Strengths]:
+    """Trainings that were run with cross entropy or ISDA and at least two values of λ₀ > 0.
 
-    It is the first one with checksums, if there is one.
+    Runs on held-out images, as in ``isda search``, are a training of their own.
     """
-    found: dict[Any, Run] = {}
-    for run in runs:
-        if run.damage is not None:
-            found[run.folder] = run
-            continue
-        result = replace(summary(run), seconds=0.0)
-        key = run.name, run.seed, run.recipe, result
-        if key not in found or (run.verified and not found[key].verified):
-            found[key] = run
-    return list(found.values())
+    finished = [run for run in distinct(runs) if summary(run).finished]
+    names = dict.fromkeys(run.name for run in finished if run.name.startswith(prefix))
+    groups: dict[object, dict[float, Side]] = {}
+    for side in sorted((create_side(finished, name) for name in names), key=recipe_order):
+        if side.recipe.method in ("ce", "isda"):
+            same = replace(side.recipe.baseline(), channels_last=False, compile=False)
+            groups.setdefault(same, {}).setdefault(side.recipe.lambda_0, side)
+    return [
+        Strengths(next(iter(group.values())).training(), dict(sorted(group.items())))
+        for group in groups.values()
+        if sum(lambda_0 > 0 for lambda_0 in group) > 1
+    ]
 
 
-def same_training(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes differ at most in settings that change only the speed."""
-    return differing_fields(one, other).keys() <= {"channels_last", "compile"}
+@dataclass(frozen=True)
+class DataSizes:
+    """Comparisons that differ in the number of training images, and maybe in the batch size."""
+
+    title: str
+    """The training."""
+
+    results: dict[int, Comparison]
+    """Comparisons by number of training images per class."""
+
+
+def data_sizes(runs: Iterable[Run], prefix: str = "") -> list[DataSizes]:
+    """Trainings that were compared with at least two numbers of training images.
+
+    Without ``images_per_class``, a run of CIFAR has all images; other data sets then do not count.
+    """
+    groups: dict[object, dict[int, Comparison]] = {}
+    for result in comparisons(runs, prefix):
+        recipe = result.method.recipe
+        number = recipe.images_per_class or _IMAGES_PER_CLASS.get(recipe.data, 0)
+        if number:
+            same = replace(recipe, images_per_class=0, batch_size=1, channels_last=False,
+                           compile=False)  # fmt: skip
+            groups.setdefault(same, {}).setdefault(number, result)
+    found = []
+    for group in groups.values():
+        if len(group) > 1:
+            largest = group[max(group)].method
+            words = largest.training(without=("images_per_class", "batch_size"))
+            title = f"{words}, λ₀ = {largest.recipe.lambda_0:g}"
+            found.append(DataSizes(title, dict(sorted(group.items()))))
+    return found
+
+
+_IMAGES_PER_CLASS = {"cifar10": 5000, "cifar100": 500}  # of the whole training set
 
 
 def sentence(result: Comparison) -> str:
     """The comparison in one sentence."""
-    text = _clause(result)
-    return f"{text[0].upper()}{text[1:]}."
+    change, counts = result.difference, result.difference.counts
+    if change.paired:
+        seeds = f"{counts[0]} paired seeds" if counts[0] > 1 else "1 seed"
+    else:
+        seeds = f"{counts[0]} and {counts[1]} seeds"
+    if change.without:
+        seeds += f"; without {', '.join(map(str, change.without))}, missing on one side"
+    points = f"{abs(change.mean):.2f}"
+    verb = "lowers" if change.mean < 0 else "raises"
+    error = f"the {result.split} error"
+    if result.baseline.label != "Cross entropy":
+        error += f" of {result.baseline.label}"
+    effect = f"{result.method.label} {verb} {error} by {points} points"
+    if float(points) == 0:
+        effect = f"{result.method.label} does not change {error}"
+    if change.constant:
+        same = " in any seed" if float(points) == 0 else ", the same in all seeds"
+        return f"{effect}{same} ({seeds})."
+    if change.interval is None:
+        return f"{effect} ({seeds}); an interval needs at least 2 seeds per side."
+    limits = f"95 % interval of the difference {interval_words(change.interval)}, {seeds}"
+    if change.significant:
+        return f"{effect} ({limits})."
+    effect = f"{result.method.label} makes no significant difference to {error}"
+    return f"{effect}: {signed(change.mean)} points ({limits})."
 
 
 def comparison_table(result: Comparison) -> str:
@@ -296,16 +284,12 @@ def advice(result: Comparison) -> tuple[str, str]:
 def comparison_rows(result: Comparison) -> list[list[str]]:
     """Header, then one row per quantity: baseline, method, difference."""
     rows = [["", *(side.label for side in result.sides), "difference (95 % interval)"]]
-    quantities: dict[str, tuple[int, Callable[[Summary], float | None]]] = {
-        f"{result.split} error, %": (2, lambda s: s.error),
-        "NLL": (3, lambda s: s.loss),
-        "ECE, %": (2, lambda s: None if s.ece is None else 100 * s.ece),
-    }
-    for title, (digits, quantity) in quantities.items():
-        sides = [side.values(quantity) for side in result.sides]
-        if all(sides):
-            cells = [estimate(list(values.values())).format(digits) for values in sides]
-            rows.append([title, *cells, signed(difference(*sides), digits)])
+    for quantity in QUANTITIES:
+        change = result.change(quantity)
+        if change is not None:
+            title = f"{result.split} {quantity.title}" if quantity is ERROR else quantity.title
+            cells = [side.estimate(quantity).format(quantity.digits) for side in result.sides]
+            rows.append([title, *cells, signed(change, quantity.digits)])
     seconds = [side.values(lambda s: s.seconds / s.epochs) for side in result.sides]
     means = [estimate(list(values.values())) for values in seconds]
     added = ""
@@ -332,50 +316,3 @@ def _mixed(run: Run) -> bool:
     """
     last = run.metrics()[-1]
     return last.get("side_by_side", 1) > 1 and "peak_mib" not in last
-
-
-_LABELS = {
-    "ce": "Cross entropy",
-    "isda": "ISDA",
-    "autoaugment": "AutoAugment",
-    "large_margin": "Large margin",
-    "disturb_label": "Disturb label",
-    "focal": "Focal loss",
-    "center": "Center loss",
-    "lq": "Lq loss",
-    "label_smoothing": "Label smoothing",
-    "identity_isda": "ISDA with identity matrix",
-    "diagonal_isda": "ISDA with diagonal covariance",
-    "shared_isda": "ISDA with one covariance",
-    "constant_isda": "ISDA with constant λ",
-}
-
-
-def _clause(result: Comparison) -> str:
-    change, interval = -result.difference.mean, result.difference.interval
-    counts = result.difference.counts
-    if result.difference.paired:
-        seeds = f"{counts[0]} paired seeds" if counts[0] > 1 else "1 seed"
-    else:
-        seeds = f"{counts[0]} and {counts[1]} seeds"
-    if result.difference.without:
-        lacking = ", ".join(map(str, result.difference.without))
-        seeds += f"; without {lacking}, missing on one side"
-    points = f"{abs(change):.2f}"
-    verb = "lowers" if change > 0 else "raises"
-    error = f"the {result.split} error"
-    if result.baseline.label != _LABELS["ce"]:
-        error += f" of {result.baseline.label}"
-    effect = f"{result.method.label} {verb} {error} by {points} points"
-    if float(points) == 0:
-        effect = f"{result.method.label} does not change {error}"
-    if result.difference.constant:
-        same = " in any seed" if float(points) == 0 else ", the same in all seeds"
-        return f"{effect}{same} ({seeds})"
-    if interval is None:
-        return f"{effect} ({seeds}); an interval needs at least 2 seeds per side"
-    limits = f"95 % interval of the difference {interval_words(interval)}, {seeds}"
-    if not result.difference.significant:
-        effect = f"{result.method.label} makes no significant difference to {error}"
-        return f"{effect}: {signed(-change)} points ({limits})"
-    return f"{effect} ({limits})"

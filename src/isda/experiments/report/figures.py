@@ -6,7 +6,7 @@ numbers are in the description of the SVG, so that a figure can be compared with
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,18 @@ from isda.experiments.errors import InputError
 from isda.experiments.files import write_text
 from isda.experiments.published import PUBLISHED
 from isda.experiments.records import Run
-from isda.experiments.report.comparison import Comparison
-from isda.experiments.report.evidence import (
-    QUANTITIES,
+from isda.experiments.report.comparison import (
+    Comparison,
     DataSizes,
     Strengths,
     comparisons,
     data_sizes,
     strengths,
-    training,
 )
-from isda.experiments.report.intervals import Estimate, difference, estimate
+from isda.experiments.report.intervals import Difference, Estimate, difference
+from isda.experiments.report.sides import QUANTITIES
 
-__all__ = [
-    "MOST_TRAININGS",
-    "describe_data_sizes",
-    "describe_effect",
-    "describe_strengths",
-    "write_figures",
-]
+__all__ = ["MOST_TRAININGS", "figure_texts", "write_figures"]
 
 MOST_TRAININGS = 4
 """The figure of the effect shows the trainings with the most seeds, at most this many."""
@@ -62,11 +55,11 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
     Raises:
         InputError: there is nothing to draw.
     """
-    runs, folder = list(runs), Path(folder)
+    folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"figures must be a folder, got the file {folder}")
-    results, groups, sizes = _most_seeds(comparisons(runs)), strengths(runs), data_sizes(runs)
-    if not (results or groups or sizes):
+    shown = _shown(list(runs))
+    if not shown:
         raise InputError(
             "the records have nothing for a figure: it needs a training of the paper with two "
             "seeds, several lambda_0, or several images_per_class"
@@ -75,62 +68,60 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
     written = []
     for theme, colours in _THEMES.items():
         with matplotlib.rc_context(_style(colours["ink"])):
-            figures = {}
-            if results:
-                figures["effect"] = _draw_effect(results, colours), describe_effect(runs)
-            if groups:
-                drawn = _draw_strengths(groups, colours)
-                figures["lambda_0"] = drawn, describe_strengths(runs)
-            if sizes:
-                figures["images"] = _draw_data_sizes(sizes, colours), describe_data_sizes(runs)
-            for name, (figure, text) in figures.items():
+            for name, found in shown.items():
+                draw, describe = _FIGURES[name]
                 written.append(folder / f"{name}-{theme}.svg")
-                write_text(written[-1], _svg(figure, text))
+                write_text(written[-1], _svg(draw(found, colours), describe(found)))
     return written
 
 
-def describe_effect(runs: Iterable[Run]) -> str:
-    """The numbers in the figure of the effect."""
+def figure_texts(runs: Iterable[Run]) -> dict[str, str]:
+    """The numbers in every figure, by its name."""
+    return {name: _FIGURES[name][1](found) for name, found in _shown(list(runs)).items()}
+
+
+def _shown(runs: Sequence[Run]) -> dict[str, Sequence[Any]]:
+    """What the figures show, by name; without those that have nothing to show."""
+    # trainings of the paper with an interval, those with the most seeds first
+    own = [one for one in comparisons(runs) if one.difference.interval]
+    own = [one for one in own if one.method.name in PUBLISHED]
+    effect = sorted(own, key=lambda one: -min(one.difference.counts))[:MOST_TRAININGS]
+    groups: list[Sequence[Any]] = [effect, strengths(runs), data_sizes(runs)]
+    return {name: found for name, found in zip(_FIGURES, groups, strict=True) if found}
+
+
+def _describe_effect(results: Sequence[Comparison]) -> str:
     lines = []
-    for result in _most_seeds(comparisons(runs)):
+    for result in results:
         for quantity in QUANTITIES:
-            values = [estimate(list(quantity.of(side).values())) for side in result.sides]
             shown = ", ".join(
-                f"{side.label} {_with_interval(value, quantity.digits)}"
-                for side, value in zip(result.sides, values, strict=True)
+                f"{side.label} {_with_interval(side.estimate(quantity), quantity.digits)}"
+                for side in result.sides
             )
-            lines.append(f"{training(result.method)}, {quantity.title}: {shown}.")
+            lines.append(f"{result.method.training()}, {quantity.title}: {shown}.")
     return " ".join(lines)
 
 
-def describe_strengths(runs: Iterable[Run]) -> str:
-    """The numbers in the figure of λ₀."""
-    lines = []
-    for group in strengths(runs):
-        for lambda_0, side in group.sides.items():
-            lines.append(f"{group.title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %.")
-    return " ".join(lines)
+def _describe_strengths(groups: Sequence[Strengths]) -> str:
+    return " ".join(
+        f"{group.title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %."
+        for group in groups
+        for lambda_0, side in group.sides.items()
+    )
 
 
-def describe_data_sizes(runs: Iterable[Run]) -> str:
-    """The numbers in the figure of the training images."""
+def _describe_data_sizes(groups: Sequence[DataSizes]) -> str:
     lines = []
-    for group in data_sizes(runs):
+    for group in groups:
         for number, result in group.results.items():
             for quantity in QUANTITIES:
                 shown = ", ".join(
-                    f"{side.label} {_with_interval(estimate(list(quantity.of(side).values())), 3)}"
+                    f"{side.label} {_with_interval(side.estimate(quantity), 3)}"
                     for side in result.sides
                 )
                 where = f"{group.title}, {number} images per class, {quantity.title}"
                 lines.append(f"{where}: {shown}.")
     return " ".join(lines)
-
-
-def _most_seeds(results: Iterable[Comparison]) -> list[Comparison]:
-    """Trainings of the paper with an interval, those with the most seeds first."""
-    own = [one for one in results if one.difference.interval and one.method.name in PUBLISHED]
-    return sorted(own, key=lambda one: -min(one.difference.counts))[:MOST_TRAININGS]
 
 
 def _draw_effect(results: Sequence[Comparison], colours: dict[str, str]) -> Figure:
@@ -140,7 +131,7 @@ def _draw_effect(results: Sequence[Comparison], colours: dict[str, str]) -> Figu
     for row, result in zip(panels, results, strict=True):
         for panel, quantity in zip(row, QUANTITIES, strict=True):
             for place, side in enumerate(result.sides):
-                value = estimate(list(quantity.of(side).values()))
+                value = side.estimate(quantity)
                 colour = colours["method" if place else "baseline"]
                 low, high = value.interval or (value.mean, value.mean)
                 panel.barh(place, value.mean, 0.72, color=colour, alpha=0.75, linewidth=0)
@@ -160,7 +151,7 @@ def _draw_effect(results: Sequence[Comparison], colours: dict[str, str]) -> Figu
         row[0].set_yticks([0, 1], ["CE", "ISDA"])
         seeds = min(result.difference.counts)
         for panel, quantity in zip(row, QUANTITIES, strict=True):
-            above = f"{training(result.method)}, {seeds} seeds" if panel is row[0] else ""
+            above = f"{result.method.training()}, {seeds} seeds" if panel is row[0] else ""
             panel.set_title(f"{above}\n{quantity.title}", loc="left")
     return figure
 
@@ -170,21 +161,14 @@ def _draw_strengths(groups: Sequence[Strengths], colours: dict[str, str]) -> Fig
     figure = Figure(figsize=(_WIDTH, 0.3 + 2.3 * len(groups)), layout="constrained")
     for panel, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, strict=True):
         base = group.sides.get(0.0)
-        places, means, spreads = [], [], []
-        for lambda_0, side in group.sides.items():
-            if lambda_0 == 0:
-                continue
-            value = difference(base.errors, side.errors) if base else side.error
-            low, high = value.interval or (value.mean, value.mean)
-            places.append(lambda_0)
-            means.append(value.mean)
-            spreads.append((value.mean - low, high - value.mean))
-        panel.errorbar(
-            places, means, yerr=list(zip(*spreads, strict=True)), color=colours["method"],
-            marker="o", capsize=3, linewidth=1.4,
-        )  # fmt: skip
+        values: dict[float, Estimate | Difference] = {
+            lambda_0: difference(base.errors, side.errors) if base else side.error
+            for lambda_0, side in group.sides.items()
+            if lambda_0 > 0
+        }
+        _draw_intervals(panel, values, color=colours["method"])
         panel.set_xscale("log")
-        panel.set_xticks(places, [f"{place:g}" for place in places])
+        panel.set_xticks(list(values), [f"{place:g}" for place in values])
         panel.minorticks_off()
         panel.set_xlabel("λ₀")
         if base:
@@ -203,16 +187,11 @@ def _draw_data_sizes(groups: Sequence[DataSizes], colours: dict[str, str]) -> Fi
     for row, group in zip(panels, groups, strict=True):
         for panel, quantity in zip(row, QUANTITIES, strict=True):
             for place, (label, colour) in enumerate((("CE", "baseline"), ("ISDA", "method"))):
-                means, spreads = [], []
-                for result in group.results.values():
-                    value = estimate(list(quantity.of(result.sides[place]).values()))
-                    low, high = value.interval or (value.mean, value.mean)
-                    means.append(value.mean)
-                    spreads.append((value.mean - low, high - value.mean))
-                panel.errorbar(
-                    list(group.results), means, yerr=list(zip(*spreads, strict=True)), label=label,
-                    color=colours[colour], marker="o", capsize=3, linewidth=1.4,
-                )  # fmt: skip
+                values = {
+                    number: result.sides[place].estimate(quantity)
+                    for number, result in group.results.items()
+                }
+                _draw_intervals(panel, values, color=colours[colour], label=label)
             panel.set_xscale("log")
             panel.set_xticks(list(group.results), [str(number) for number in group.results])
             panel.minorticks_off()
@@ -224,6 +203,24 @@ def _draw_data_sizes(groups: Sequence[DataSizes], colours: dict[str, str]) -> Fi
             panel.spines[["top", "right"]].set_visible(False)
         row[0].legend(frameon=False, loc="lower left")
     return figure
+
+
+_FIGURES: dict[str, tuple[Callable[[Any, dict[str, str]], Figure], Callable[[Any], str]]] = {
+    "effect": (_draw_effect, _describe_effect),
+    "lambda_0": (_draw_strengths, _describe_strengths),
+    "images": (_draw_data_sizes, _describe_data_sizes),
+}
+
+
+def _draw_intervals(panel: Any, values: Mapping[Any, Estimate | Difference], **style: Any) -> None:
+    """Line through means by their place, with bars for the 95 % intervals."""
+    ends = [value.interval or (value.mean, value.mean) for value in values.values()]
+    means = [value.mean for value in values.values()]
+    spreads = [(mean - low, high - mean) for mean, (low, high) in zip(means, ends, strict=True)]
+    panel.errorbar(
+        list(values), means, yerr=list(zip(*spreads, strict=True)), marker="o", capsize=3,
+        linewidth=1.4, **style,
+    )  # fmt: skip
 
 
 def _with_interval(value: Estimate, digits: int) -> str:

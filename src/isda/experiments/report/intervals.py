@@ -17,7 +17,6 @@ __all__ = [
     "difference",
     "estimate",
     "interval_words",
-    "mean_interval",
     "seeds_needed",
     "signed",
 ]
@@ -145,14 +144,6 @@ def seeds_needed(change: Difference, limit: int = 50) -> int | None:
         if float(stdtrit(count - 1, 0.975)) * spread / math.sqrt(count) < abs(change.mean):
             return count
     return None
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % Student-t interval of the mean of two or more values."""
-    mean = math.fsum(values) / len(values)
-    spread = math.sqrt(_variance(values) / len(values))
-    half = float(stdtrit(len(values) - 1, 0.975)) * spread
-    return mean - half, mean + half
 
 
 def signed(change: Difference | float, digits: int = 2) -> str:

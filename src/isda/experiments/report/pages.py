@@ -24,17 +24,30 @@ from isda.experiments.report.classes import (
 )
 from isda.experiments.report.comparison import (
     Comparison,
-    Side,
     advice,
     comparison_rows,
     sentence,
     window_words,
 )
-from isda.experiments.report.curves import BASELINE, METHOD, OTHERS, Line, curves
-from isda.experiments.report.diagrams import lambda_curve, reliability_diagram
 from isda.experiments.report.intervals import signed
-from isda.experiments.report.overview import COSTS_TITLE, overview
-from isda.experiments.report.tables import legend, our_result, pair_rows, pairs
+from isda.experiments.report.plots import (
+    BASELINE,
+    METHOD,
+    OTHERS,
+    Line,
+    curves,
+    lambda_curve,
+    reliability_diagram,
+)
+from isda.experiments.report.sides import Side
+from isda.experiments.report.tables import (
+    COSTS_TITLE,
+    Overview,
+    legend,
+    our_result,
+    pair_rows,
+    pairs,
+)
 from isda.experiments.settings import Recipe
 
 if TYPE_CHECKING:
@@ -148,13 +161,11 @@ def write_report_page(
         costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
         pictures: records of generators and augmented features, shown at the end.
     """
-    found = overview(runs)
+    found = Overview(runs)
     sections: list[dict[str, Any]] = []
     for table in TABLES.values():
         header, *rows = pair_rows(pairs(table, found.sides), table.published)
-        own = [
-            r for r in pairs(table, found.sides) if found.table_of[r.method.name] == table.number
-        ]
+        own = found.results[table.number]
         sections.append({"table": table, "header": header, "rows": rows, "details": own})
     header, *rows = pair_rows(found.others)
     text = _page(

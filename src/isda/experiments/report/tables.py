@@ -1,55 +1,87 @@
-"""Tables with our numbers: the paper's, the list of recipes, and those in Markdown files."""
+"""Our numbers next to those of the paper: its tables, every comparison, and the list of recipes."""
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from isda.experiments.cost_records import cost_block
-from isda.experiments.errors import InputError, unknown
-from isda.experiments.files import write_text
-from isda.experiments.published import DASH, PUBLISHED, Cell, Result, Table, find_cells
+from isda.experiments.published import (
+    DASH,
+    PUBLISHED,
+    TABLES,
+    Cell,
+    Result,
+    Table,
+    find_cells,
+)
 from isda.experiments.recipes import RECIPES
-from isda.experiments.records import Run, Summary, load_runs
+from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.report.comparison import (
     Comparison,
-    Side,
     compare,
     comparison,
     comparison_table,
-    create_side,
-    create_sides,
-    left_out_line,
+    pair_up,
+    sentence,
     verdict,
 )
-from isda.experiments.report.evidence import BLOCKS, comparisons
 from isda.experiments.report.intervals import estimate, signed
-from isda.experiments.report.text import OURS, markdown_rows, text_table
+from isda.experiments.report.sides import (
+    QUANTITIES,
+    Side,
+    create_side,
+    create_sides,
+    distinct,
+    left_out_line,
+)
+from isda.experiments.report.text import OURS, escape_markdown, markdown_rows, text_table
 
 __all__ = [
+    "COSTS_TITLE",
     "EMPTY",
+    "Overview",
     "cell_results",
     "legend",
-    "markdown_table",
     "our_result",
     "pair_rows",
     "pairs",
-    "pairs_markdown",
     "recipes_table",
+    "report_markdown",
     "section",
     "table_markdown",
-    "update_markdown",
 ]
-
 
 EMPTY = "·"
 """Mark of a number that was not run yet."""
 
+COSTS_TITLE = "What ISDA adds to a training step, in theory and measured"
 
-def legend(table: Table) -> str:
-    """Explanation of the marks in a table, and its note."""
-    dash = any(entry == DASH for row in table.rows for entry in row)
-    marks = [f"{EMPTY}: not run yet.", *[f"{DASH}: not in the paper."] * dash]
-    return " ".join([*marks, table.note]).rstrip()
+
+def report_markdown(runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> str:
+    """Tables 1 to 5 with our numbers next to the paper's, and every comparison, as Markdown.
+
+    Args:
+        runs: run records.
+        costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
+    """
+    found = Overview(runs)
+    parts = [section(table, found.sides) for table in TABLES.values()]
+    if costs:
+        header, *rows = costs
+        parts[1:1] = [f"{COSTS_TITLE}:", markdown_rows(header, rows, left=(0, len(header) - 1))]
+    if found.others:
+        parts += ["## Beyond the paper's tables", _pairs_markdown(found.others)]
+    parts += ["## In words", escape_markdown(" ".join(found.words))]
+    sentences = (f"{name}: {words}" for name, words in found.sentences.items())
+    parts.append("\n".join("* " + escape_markdown(one) for one in sentences))
+    return "\n\n".join(parts)
+
+
+def section(table: Table, sides: Mapping[str, Side]) -> str:
+    """A table of the paper with title, legend and comparisons, as Markdown."""
+    parts = [f"## Table {table.number}. {table.title}", table_markdown(table, sides)]
+    parts.append(f"Ours: mean ± standard deviation over n seeds. {legend(table)}")
+    results = pairs(table, sides)
+    return "\n\n".join([*parts, _pairs_markdown(results, table.published)] if results else parts)
 
 
 def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
@@ -71,14 +103,6 @@ def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
     return markdown_rows(header, rows, left=range(ours_too.index(True)))
 
 
-def section(table: Table, sides: Mapping[str, Side]) -> str:
-    """A table of the paper with title, legend and comparisons, as Markdown."""
-    parts = [f"## Table {table.number}. {table.title}", table_markdown(table, sides)]
-    parts.append(f"Ours: mean ± standard deviation over n seeds. {legend(table)}")
-    results = pairs(table, sides)
-    return "\n\n".join([*parts, pairs_markdown(results, table.published)] if results else parts)
-
-
 def our_result(cell: Cell, sides: Mapping[str, Side]) -> str:
     """Our number for a cell with the number of seeds, or a mark if there is none."""
     side = sides.get(cell.recipe)
@@ -87,6 +111,13 @@ def our_result(cell: Cell, sides: Mapping[str, Side]) -> str:
     top5 = list(side.values(lambda result: result.top5_error).values())
     second = f" / {estimate(top5).format()}" if cell.paper.top5 is not None and top5 else ""
     return f"{side.error.format()}{second} ({len(side.errors)})"
+
+
+def legend(table: Table) -> str:
+    """Explanation of the marks in a table, and its note."""
+    dash = any(entry == DASH for row in table.rows for entry in row)
+    marks = [f"{EMPTY}: not run yet.", *[f"{DASH}: not in the paper."] * dash]
+    return " ".join([*marks, table.note]).rstrip()
 
 
 def pairs(table: Table, sides: Mapping[str, Side]) -> list[Comparison]:
@@ -102,37 +133,130 @@ def pair_rows(
     results: Iterable[Comparison], published: Mapping[str, Result] = PUBLISHED
 ) -> list[list[str]]:
     """Header, then one row per comparison."""
-    rows = [["recipe", "against", "paper", "ours (95 % interval)"]]
-    rows[0] += ["verdict", "error, %", "NLL", "ECE, %", "seeds"]
+    rows = [["recipe", "against", "paper", "ours (95 % interval)", "verdict"]]
+    rows[0] += [*(quantity.title for quantity in QUANTITIES), "seeds"]
     for result in results:
         one, other = (published.get(side.name) for side in result.sides)
-        paper = signed(other.mean - one.mean) if one and other else DASH
-        counts = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
-        if not all(side.verified for side in result.sides):
-            counts += " unverified"
+        recipe, *changes = result.baseline.name.split("+")
+        own = [change for change in changes if change not in result.method.name.split("+")]
+        verified = all(side.verified for side in result.sides)
         rows.append(
             [
                 result.method.name,
-                _baseline(*(side.name for side in result.sides)),
-                paper,
+                "+".join([recipe.rpartition("-")[2], *own]),
+                signed(other.mean - one.mean) if one and other else DASH,
                 signed(result.difference),
                 verdict(result.difference),
                 " → ".join(side.error.format() for side in result.sides),
-                _change(result, lambda s: s.loss, 3),
-                _change(result, lambda s: None if s.ece is None else 100 * s.ece, 2),
-                counts,
+                *(result.means(q) if result.change(q) else DASH for q in QUANTITIES[1:]),
+                result.seeds + " unverified" * (not verified),
             ]
         )
     return rows
 
 
-def pairs_markdown(
+def _pairs_markdown(
     results: Iterable[Comparison], published: Mapping[str, Result] = PUBLISHED
 ) -> str:
-    """Comparisons as Markdown."""
     header, *rows = pair_rows(results, published)
     title = "Test error minus that of the baseline, in percentage points; baseline → method:"
     return f"{title}\n\n{markdown_rows(header, rows, left=(0, 1))}"
+
+
+class Overview:
+    """What run records contain: which cells of the paper they fill, and every comparison.
+
+    Args:
+        runs: run records.
+    """
+
+    sides: dict[str, Side]
+    """Finished runs, by name."""
+
+    results: dict[int, list[Comparison]]
+    """Comparisons by number of the table; only the first table that has one."""
+
+    others: list[Comparison]
+    """Comparisons of other recipes, such as those with a different λ₀."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self._runs = distinct(runs)
+        self.sides, self._left_out = create_sides(self._runs)
+        self.results = {}
+        seen: set[str] = set()
+        for table in TABLES.values():
+            found = {result.method.name: result for result in pairs(table, self.sides)}
+            self.results[table.number] = [found[name] for name in found if name not in seen]
+            seen |= found.keys()
+        in_tables = {cell.recipe for table in TABLES.values() for cell in table.cells}
+        self.others = [r for r in pair_up(self.sides.values()) if r.method.name not in in_tables]
+
+    @property
+    def comparisons(self) -> list[Comparison]:
+        """All comparisons, each once."""
+        return [*(result for own in self.results.values() for result in own), *self.others]
+
+    @property
+    def sentences(self) -> dict[str, str]:
+        """Every comparison in words, by recipe."""
+        return {result.method.name: sentence(result) for result in self.comparisons}
+
+    @property
+    def words(self) -> list[str]:
+        """Sentences on what was found, then on how much was run."""
+        words = []
+        isda = [result for result in self.comparisons if result.method.recipe.method == "isda"]
+        others = [result for result in self.comparisons if result not in isda]
+        in_tables = [result for result in isda if result not in self.others]
+        if isda:
+            words.append(_finding(max(in_tables or isda, key=lambda r: min(r.difference.counts))))
+        for subject, own in (("ISDA", isda), ("other methods", others)):
+            verdicts = Counter(verdict(result.difference) for result in own)
+            found = [f"{count} {_VERDICTS[word][count > 1]}" for word, count in verdicts.items()]
+            if len(own) == 1:
+                words.append(f"The one comparison of {subject} with a baseline {found[0][2:]}.")
+            elif own:
+                total = f"Of {len(own)} comparisons of {subject} with a baseline"
+                words.append(f"{total}, {', '.join(found)}.")
+        recipes = [cell.recipe for table in TABLES.values() for cell in table.cells]
+        run = sum(recipe in self.sides for recipe in recipes)
+        words.append(
+            f"{run} of the {len(recipes)} cells of Tables 1 to 5 that have a recipe have been run."
+        )
+        shown = [self.sides[recipe] for recipe in recipes if recipe in self.sides]
+        shown += [side for result in self.others for side in result.sides]
+        used = {run.folder for side in shown for run in side.runs.values()}
+        finished = [run for run in self._runs if summary(run).finished]
+        unfinished = [run for run in self._runs if run.damage is None and run not in finished]
+        unverified = [run for run in finished if not run.verified]
+        used |= {run.folder for run in finished if run.name in self._left_out}
+        outside = [run for run in finished if run.folder not in used]
+        if unfinished:
+            words.append(f"Unfinished runs that are left out: {len(unfinished)}.")
+        if unverified:
+            words.append(f"Finished runs without checksums (unverified): {len(unverified)}.")
+        if outside:
+            words.append(f"Finished runs in no cell and no comparison: {len(outside)}.")
+        return [*words, *map(left_out_line, self._left_out.values())]
+
+
+def _finding(result: Comparison) -> str:
+    """A comparison in words, with NLL and ECE."""
+    words = f"{result.method.training()}: {sentence(result)}"
+    changes = []
+    for quantity in QUANTITIES[1:]:
+        if result.change(quantity) is not None:
+            name, _, unit = quantity.title.partition(", ")
+            changes.append(f"{name} {result.means(quantity)} {unit}".rstrip())
+    return f"{words} {', '.join(changes)}." if changes else words
+
+
+_VERDICTS = {  # of one comparison, of several
+    "lower": ("finds a significantly lower error", "find a significantly lower error"),
+    "higher": ("finds a significantly higher error", "find a significantly higher error"),
+    "not significant": ("finds no significant difference", "find no significant difference"),
+    "too few seeds": ("has too few seeds for an interval", "have too few seeds for an interval"),
+}
 
 
 def cell_results(
@@ -146,7 +270,7 @@ def cell_results(
         names: names of the runs, by recipe.
         runs: finished runs.
     """
-    rows, comparisons = [], []
+    rows, parts = [], []
     for name, own in names.items():
         side = create_side(runs, own)
         rows.append([own, str(table.published[name]), f"{side.error.format()} ({len(side.runs)})"])
@@ -154,9 +278,8 @@ def cell_results(
     for cell in dict.fromkeys(cells):
         if cell.baseline:
             result = comparison(runs, names[cell.baseline], names[cell.recipe])
-            comparisons.append(f"{result.method.name}\n{comparison_table(result)}")
-    return "\n\n".join([markdown_rows(["recipe", "paper, %", "ours, % (seeds)"], rows),
-                        *comparisons])  # fmt: skip
+            parts.append(f"{result.method.name}\n{comparison_table(result)}")
+    return "\n\n".join([markdown_rows(["recipe", "paper, %", "ours, % (seeds)"], rows), *parts])
 
 
 def recipes_table(results: Path | str | None = None) -> str:
@@ -165,102 +288,11 @@ def recipes_table(results: Path | str | None = None) -> str:
     Args:
         results: folder of run records; runs with changed settings are ignored.
     """
-    runs = [] if results is None else load_runs(results)
-    sides, left_out = create_sides(runs)
+    sides, left_out = create_sides([] if results is None else load_runs(results))
     rows = []
     for name in RECIPES:
-        ours = f"{sides[name].error.format()} ({len(sides[name].runs)})" if name in sides else "–"
-        paper = str(PUBLISHED[name]) if name in PUBLISHED else "–"
-        rows.append([name, paper, ours])
+        side = sides.get(name)
+        ours = DASH if side is None else f"{side.error.format()} ({len(side.runs)})"
+        rows.append([name, str(PUBLISHED.get(name, DASH)), ours])
     table = text_table(["recipe", "paper %", "ours % (runs)"], rows)
     return "\n\n".join([table, *map(left_out_line, left_out.values())])
-
-
-def markdown_table(runs: Iterable[Run], prefix: str = "") -> str:
-    """Markdown table of the ISDA recipes that have records, also of their baseline.
-
-    Args:
-        runs: run records.
-        prefix: prefix of the names of the recipes to show, such as ``cifar100-``.
-    """
-    rows = []
-    for result in comparisons(runs, prefix):
-        paper = [str(PUBLISHED.get(side.name, DASH)) for side in result.sides]
-        ours = [side.error.format() for side in result.sides]
-        count = " / ".join(dict.fromkeys(map(str, result.difference.counts)))
-        rows.append([result.method.name, *paper, *ours, signed(result.difference), count])
-    header = ["recipe", "paper: baseline", "paper: ISDA", "ours: baseline", "ours: ISDA"]
-    header += ["difference (95 % interval)", "seeds"]
-    return markdown_rows(header, rows, code=(0,), pad=False)
-
-
-def update_markdown(
-    path: Path | str, runs: Iterable[Run], costs: Sequence[Mapping[str, str]] = ()
-) -> bool:
-    """Rewrite the tables of a Markdown file; return whether the file changed.
-
-    The text between ``<!-- runs:NAME -->`` and ``<!-- /runs -->`` is replaced by the table of the
-    recipes whose names start with NAME, or of all recipes for ``all``, or of the unchanged recipes
-    that the paper has a number for, ``paper``. ``NAME:BLOCK`` shows one of
-    :data:`isda.experiments.report.evidence.BLOCKS`, and ``all:cost`` the costs.
-
-    Args:
-        path: Markdown file.
-        runs: run records.
-        costs: lines of the records of ``isda cost``.
-    """
-    path, runs = Path(path), list(runs)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    begin, end = r"<!-- runs:(\S+) -->", r"<!-- /runs -->"
-    pattern = rf"({begin}\n)((?:(?!{begin}).)*?)({end})"
-    found = len(re.findall(pattern, text, flags=re.DOTALL))
-    if not found or not found == len(re.findall(begin, text)) == len(re.findall(end, text)):
-        raise InputError(
-            f"{path} must have at least one <!-- runs:NAME --> on a line of its own, and a "
-            "<!-- /runs --> for each"
-        )
-
-    def table(match: re.Match[str]) -> str:
-        return f"{match[1]}{_block(match[2], runs, costs)}\n{match[5]}"
-
-    updated = re.sub(pattern, table, text, flags=re.DOTALL)
-    if updated != text:
-        write_text(path, updated)
-    return updated != text
-
-
-def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -> str:
-    """What belongs between the marks with this name, with an empty line around text."""
-    name, _, kind = mark.partition(":")
-    prefix = "" if name in ("all", "paper") else name
-    if name == "paper":
-        runs = [run for run in runs if run.name in PUBLISHED]
-    if not kind:
-        return markdown_table(runs, prefix)
-    if kind == "cost":
-        if not costs:
-            raise InputError(
-                f"<!-- runs:{mark} --> needs the records of isda cost: give them with --costs"
-            )
-        return f"\n{cost_block(costs)}\n"
-    if kind not in BLOCKS:
-        raise unknown("block", kind, [*BLOCKS, "cost"])
-    return f"\n{BLOCKS[kind](runs, prefix)}\n"
-
-
-def _baseline(baseline: str, method: str) -> str:
-    """Method in the name of a baseline, with the changed fields that its counterpart lacks."""
-    recipe, *changes = baseline.split("+")
-    return "+".join(
-        [recipe.rpartition("-")[2], *(x for x in changes if x not in method.split("+"))]
-    )
-
-
-def _change(result: Comparison, quantity: Callable[[Summary], float | None], digits: int) -> str:
-    sides = [list(side.values(quantity).values()) for side in result.sides]
-    if not all(sides):
-        return DASH
-    return " → ".join(f"{estimate(values).mean:.{digits}f}" for values in sides)

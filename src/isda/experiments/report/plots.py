@@ -1,4 +1,4 @@
-"""Training curves as inline SVG: mean over seeds against the epoch, in the page's colours."""
+"""Plots of the HTML pages, as inline SVG in the colours of the page."""
 
 import contextlib
 import io
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from markupsafe import Markup, escape
@@ -16,22 +16,22 @@ from matplotlib.ticker import MaxNLocator
 from isda.experiments.records import Run
 from isda.experiments.report.text import printable
 
+if TYPE_CHECKING:
+    from isda.experiments.search import Choice  # which imports the training code
+
 __all__ = [
     "BASELINE",
-    "INK",
     "METHOD",
     "OTHERS",
     "Line",
-    "Plot",
     "curves",
-    "frame",
-    "plain",
-    "plot",
+    "lambda_curve",
+    "reliability_diagram",
 ]
 
 # Placeholder colours for matplotlib; the page defines the real ones for light and dark mode.
-INK, BASELINE, METHOD = "#010203", "#040506", "#070809"
-_VARIABLES = {INK: "--ink", BASELINE: "--baseline", METHOD: "--method"}
+_INK, BASELINE, METHOD = "#010203", "#040506", "#070809"
+_VARIABLES = {_INK: "--ink", BASELINE: "--baseline", METHOD: "--method"}
 
 OTHERS = ("#8a63d2", "#2e9e6b", "#c2428c", "#a08500", "#2b98a3", "#85898e", "#d2504a")
 """Colours of further lines, readable in light and dark mode."""
@@ -59,7 +59,7 @@ def curves(
         salt: makes the element ids of two plots of the same runs on one page different.
     """
     folders = (ascii(str(run.folder)) for line in lines for run in line.runs)
-    with plot(x="epoch", y=title, salt=" ".join([salt, key, *folders])) as drawn:
+    with _plot(x="epoch", y=title, salt=" ".join([salt, key, *folders])) as drawn:
         axes = drawn.axes
         framed: list[float] = []  # values in view: all but the first quarter of the epochs
         last = 2
@@ -72,19 +72,76 @@ def curves(
             low, high = ([pick(seeds) for seeds in epochs] for pick in (min, max))
             if band:
                 axes.fill_between(x, low, high, color=line.colour, alpha=0.2, linewidth=0)
-            axes.plot(x, mean, color=line.colour, linewidth=1.6, label=plain(line.label))
+            axes.plot(x, mean, color=line.colour, linewidth=1.6, label=_plain(line.label))
             late = slice(len(epochs) // 4, None)
             shown = low[late] + high[late] if band else mean[late]
             framed += filter(math.isfinite, shown)
             last = max(last, len(epochs))
-        frame(axes, framed)
+        _frame(axes, framed)
         axes.set_xlim(1, last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(frameon=False, labelcolor=INK, fontsize=8 if len(lines) > 3 else 10)
+        axes.legend(frameon=False, labelcolor=_INK, fontsize=8 if len(lines) > 3 else 10)
     return drawn.svg
 
 
-class Plot:
+def lambda_curve(choice: "Choice") -> Markup:
+    """Validation error over λ₀, one line per round of a search.
+
+    Points are seeds, lines join their means, and bars are 95 % intervals of the mean where there
+    are several seeds; they may be longer than the plot.
+    """
+    with _plot(x="λ₀", y="validation error, %", salt=choice.chosen.name) as drawn:
+        axes, framed = drawn.axes, []
+        for trials, style in zip(reversed(choice.rounds), ("-", ":", "--"), strict=False):
+            trials = tuple(t for t in trials if t.recipe.method == "isda")
+            sides = sorted(trials, key=lambda side: side.recipe.lambda_0)
+            x = [side.recipe.lambda_0 for side in sides]
+            epochs = sides[0].recipe.epochs
+            label = f"{epochs} epochs, {len(sides[0].runs)} seed{'s' * (len(sides[0].runs) > 1)}"
+            means = [side.error.mean for side in sides]
+            colour = METHOD if style == "-" else _INK
+            axes.plot(x, means, style, color=colour, linewidth=1.6, label=label)
+            for place, side in zip(x, sides, strict=True):
+                values = list(side.errors.values())
+                framed += values
+                axes.plot([place] * len(values), values, "o", color=colour, markersize=3)
+                if side.error.interval is not None:
+                    axes.vlines(place, *side.error.interval, color=colour, alpha=0.5, linewidth=1.2)
+        chosen = choice.chosen
+        axes.plot([chosen.recipe.lambda_0], [chosen.error.mean], "o", color=METHOD, markersize=9,
+                  markerfacecolor="none", label=f"chosen: {chosen.recipe.lambda_0:g}")  # fmt: skip
+        _frame(axes, framed)
+        axes.legend(frameon=False, labelcolor=_INK, fontsize=8)
+    return drawn.svg
+
+
+def reliability_diagram(
+    labels: Sequence[str], bins: Sequence[Sequence[tuple[float, float, float]]], salt: str
+) -> Markup:
+    """Accuracy against confidence of both sides; on the diagonal, confidence is what it claims.
+
+    Args:
+        labels: names of baseline and method.
+        bins: mean confidence, accuracy and share of the images of every bin, of both sides.
+        salt: makes the element ids of two plots on one page different.
+    """
+    with _plot(x="confidence, %", y="accuracy, %", salt=f"reliability {salt}") as drawn:
+        axes = drawn.axes
+        axes.plot([0, 100], [0, 100], color=_INK, alpha=0.4, linewidth=1, linestyle="--")
+        for label, own, colour in zip(labels, bins, (BASELINE, METHOD), strict=True):
+            x, y, share = ([100 * value for value in column] for column in zip(*own, strict=True))
+            axes.plot(x, y, color=colour, linewidth=1.6, label=_plain(label))
+            axes.scatter(x, y, s=[6 + 1.2 * part for part in share], color=colour, linewidth=0)
+        low = min(
+            min(100 * confidence, 100 * accuracy) for own in bins for confidence, accuracy, _ in own
+        )
+        axes.set_xlim(max(0, low - 5), 101)
+        axes.set_ylim(max(0, low - 5), 101)
+        axes.legend(frameon=False, labelcolor=_INK)
+    return drawn.svg
+
+
+class _Plot:
     """A plot in the page's colours, which is an SVG when its context ends."""
 
     def __init__(self, axes: Any) -> None:
@@ -93,7 +150,7 @@ class Plot:
 
 
 @contextlib.contextmanager
-def plot(*, x: str, y: str, salt: str) -> Iterator[Plot]:
+def _plot(*, x: str, y: str, salt: str) -> Iterator[_Plot]:
     """Draw a plot.
 
     Args:
@@ -104,27 +161,27 @@ def plot(*, x: str, y: str, salt: str) -> Iterator[Plot]:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}):
         figure = Figure(figsize=(4.4, 3.0), layout="constrained")
         axes = figure.subplots()
-        axes.set_xlabel(x, color=INK)
-        axes.set_ylabel(y, color=INK)
-        axes.grid(color=INK, alpha=0.15, linewidth=0.6)
-        axes.tick_params(colors=INK)
+        axes.set_xlabel(x, color=_INK)
+        axes.set_ylabel(y, color=_INK)
+        axes.grid(color=_INK, alpha=0.15, linewidth=0.6)
+        axes.tick_params(colors=_INK)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(INK)
-        drawn = Plot(axes)
+        axes.spines[["left", "bottom"]].set_color(_INK)
+        drawn = _Plot(axes)
         yield drawn
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     drawn.svg = _inline(buffer.getvalue(), f"{y} against {x}")
 
 
-def frame(axes: Any, values: Sequence[float]) -> None:
+def _frame(axes: Any, values: Sequence[float]) -> None:
     """Limit the vertical axis to some values, which are not negative."""
     bottom, top = min(values, default=0.0), max(values, default=1.0)
     margin = 0.08 * (top - bottom) or 0.5
     axes.set_ylim(max(bottom - margin, 0.0), top + margin)
 
 
-def plain(label: str) -> str:
+def _plain(label: str) -> str:
     """A label that matplotlib shows as it is, without mathematics."""
     return printable(label).replace("$", r"\$")
 

@@ -1,0 +1,225 @@
+"""Blocks of Markdown pages: what ISDA does to error, NLL and calibration in our runs.
+
+A block is the text between two marks of a page; ``isda report --update`` writes it again from the
+records, so that no number on a page is typed by hand.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from isda.experiments.calibration import calibration_block
+from isda.experiments.cost_records import cost_block
+from isda.experiments.errors import InputError, unknown
+from isda.experiments.files import write_text
+from isda.experiments.published import DASH, PUBLISHED
+from isda.experiments.recipes import RECIPES, train_command
+from isda.experiments.records import Run, summary
+from isda.experiments.report.comparison import (
+    Comparison,
+    comparisons,
+    data_sizes,
+    strengths,
+    verdict,
+)
+from isda.experiments.report.intervals import difference, signed
+from isda.experiments.report.sides import QUANTITIES, Quantity, create_sides, recipe_order
+from isda.experiments.report.text import escape_markdown, markdown_rows
+
+__all__ = ["BLOCKS", "recipes_block", "update_markdown"]
+
+
+def update_markdown(
+    path: Path | str, runs: Iterable[Run], costs: Sequence[Mapping[str, str]] = ()
+) -> bool:
+    """Write the blocks of a Markdown file again; return whether the file changed.
+
+    The text between ``<!-- runs:NAME -->`` and ``<!-- /runs -->`` is replaced by the table of the
+    recipes whose names start with NAME, or of all recipes for ``all``, or of the unchanged recipes
+    that the paper has a number for, ``paper``. ``NAME:BLOCK`` shows one of :data:`BLOCKS`, and
+    ``all:cost`` the costs.
+
+    Args:
+        path: Markdown file.
+        runs: run records.
+        costs: lines of the records of ``isda cost``.
+    """
+    path, runs = Path(path), list(runs)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    begin, end = r"<!-- runs:(\S+) -->", r"<!-- /runs -->"
+    pattern = rf"({begin}\n)((?:(?!{begin}).)*?)({end})"
+    found = len(re.findall(pattern, text, flags=re.DOTALL))
+    if not found or not found == len(re.findall(begin, text)) == len(re.findall(end, text)):
+        raise InputError(
+            f"{path} must have at least one <!-- runs:NAME --> on a line of its own, and a "
+            "<!-- /runs --> for each"
+        )
+
+    def block(match: re.Match[str]) -> str:
+        return f"{match[1]}{_block(match[2], runs, costs)}\n{match[5]}"
+
+    updated = re.sub(pattern, block, text, flags=re.DOTALL)
+    if updated != text:
+        write_text(path, updated)
+    return updated != text
+
+
+def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -> str:
+    """What belongs between the marks with this name, with an empty line around text."""
+    name, _, kind = mark.partition(":")
+    prefix = "" if name in ("all", "paper") else name
+    if name == "paper":
+        runs = [run for run in runs if run.name in PUBLISHED]
+    if not kind:
+        return recipes_block(runs, prefix)
+    if kind == "cost":
+        if not costs:
+            raise InputError(
+                f"<!-- runs:{mark} --> needs the records of isda cost: give them with --costs"
+            )
+        return f"\n{cost_block(costs)}\n"
+    if kind not in BLOCKS:
+        raise unknown("block", kind, [*BLOCKS, "cost"])
+    return f"\n{BLOCKS[kind](runs, prefix)}\n"
+
+
+def recipes_block(runs: Iterable[Run], prefix: str = "") -> str:
+    """Table: the ISDA recipes that have records, also of their baseline, next to the paper.
+
+    Args:
+        runs: run records.
+        prefix: prefix of the names of the recipes to show, such as ``cifar100-``.
+    """
+    rows = []
+    for result in comparisons(runs, prefix):
+        paper = [str(PUBLISHED.get(side.name, DASH)) for side in result.sides]
+        ours = [side.error.format() for side in result.sides]
+        change = signed(result.difference)
+        rows.append([result.method.name, *paper, *ours, change, result.seeds])
+    header = ["recipe", "paper: baseline", "paper: ISDA", "ours: baseline", "ours: ISDA"]
+    header += ["difference (95 % interval)", "seeds"]
+    return markdown_rows(header, rows, code=(0,), pad=False)
+
+
+def _effect(runs: Iterable[Run], prefix: str) -> str:
+    """Table: error, NLL and ECE of cross entropy and ISDA with the interval of the difference."""
+    rows = [[result.title, *_effect_cells(result), result.seeds]
+            for result in comparisons(runs, prefix)]  # fmt: skip
+    return markdown_rows(["training", *_TITLES, "seeds"], rows, pad=False)
+
+
+def _verdicts(runs: Iterable[Run], prefix: str) -> str:
+    """Table: whether ISDA is better, in each training and quantity."""
+    rows = []
+    for result in comparisons(runs, prefix):
+        changes = map(result.change, QUANTITIES)
+        cells = [DASH if change is None else verdict(change) for change in changes]
+        rows.append([result.title, *cells, result.seeds])
+    header = ["training", *map(_name, QUANTITIES), "seeds"]
+    return markdown_rows(header, rows, left=range(4), pad=False)
+
+
+def _summary(runs: Iterable[Run], prefix: str) -> str:
+    """List: the trainings by verdict on the test error, best first; then worse NLL and ECE."""
+    found: dict[str, list[str]] = {}
+    for result in comparisons(runs, prefix):
+        for quantity in QUANTITIES[1:]:
+            change = result.change(quantity)
+            if change is not None and verdict(change) == "higher":
+                text = f"{result.title}: {_name(quantity)} {signed(change, quantity.digits)}"
+                found.setdefault("worse", []).append(escape_markdown(text))
+        text = f"{result.title}: {signed(result.difference)}"
+        found.setdefault(verdict(result.difference), []).append(escape_markdown(text))
+    lines = []
+    for word, title in _SUMMARY.items():
+        entries = found.get(word, ["none in our records"])
+        lines += [f"* **{title}**", *(f"    * {entry}" for entry in entries)]
+    return "\n".join(lines)
+
+
+def _strengths(runs: Iterable[Run], prefix: str) -> str:
+    """Tables: results by λ₀, one table for each training with several values."""
+    parts = []
+    for group in strengths(runs, prefix):
+        rows = []
+        baseline = group.sides.get(0.0)
+        for lambda_0, side in group.sides.items():
+            cells = [side.estimate(quantity).format(quantity.digits) for quantity in QUANTITIES]
+            change = DASH
+            if baseline is not None and lambda_0 > 0:
+                change = signed(difference(baseline.errors, side.errors))
+            name = f"{lambda_0:g}" if lambda_0 else "0 (cross entropy)"
+            rows.append([name, *cells, change, str(len(side.runs))])
+        header = ["λ₀", *_TITLES, "error minus cross entropy (95 % interval)", "seeds"]
+        parts.append(f"{escape_markdown(group.title)}:\n\n{markdown_rows(header, rows, pad=False)}")
+    return "\n\n".join(parts) or "There are no records of a training with several values yet."
+
+
+def _data_sizes(runs: Iterable[Run], prefix: str) -> str:
+    """Tables: error, NLL and ECE by number of training images."""
+    parts = []
+    for group in data_sizes(runs, prefix):
+        rows = []
+        for number, result in group.results.items():
+            batch_size = str(result.method.recipe.batch_size)
+            rows.append([str(number), *_effect_cells(result), batch_size, result.seeds])
+        header = ["images per class", *_TITLES, "batch size", "seeds"]
+        parts.append(f"{escape_markdown(group.title)}:\n\n{markdown_rows(header, rows, pad=False)}")
+    return "\n\n".join(parts) or "There are no records with several numbers of images yet."
+
+
+def _times(runs: Iterable[Run], prefix: str) -> str:
+    """Table: the commands that train the runs, and the time that they took."""
+    runs = [run for run in runs if run.name.startswith(prefix) and run.name.partition("+")[0] in
+            RECIPES]  # fmt: skip
+    sides, _ = create_sides(runs)
+    rows = []
+    for side in sorted(sides.values(), key=recipe_order):
+        minutes = sum(summary(run).seconds for run in side.runs.values()) / 60
+        devices = dict.fromkeys(
+            str(place.get("device")) for run in side.runs.values() for place in run.environments
+        )
+        command = train_command(side.name, side.recipe, side.runs)
+        rows.append([command, ", ".join(devices), f"{minutes:.1f}"])
+    return markdown_rows(["command", "device", "minutes"], rows, left=(0, 1), code=(0,), pad=False)
+
+
+BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
+    "effect": _effect,
+    "verdicts": _verdicts,
+    "summary": _summary,
+    "lambda_0": _strengths,
+    "images": _data_sizes,
+    "calibration": calibration_block,
+    "times": _times,
+}
+"""Blocks by name, from run records and the prefix of the recipes to show."""
+
+
+def _effect_cells(result: Comparison) -> list[str]:
+    """Both means and the difference of every quantity."""
+    cells = []
+    for quantity in QUANTITIES:
+        change = result.change(quantity)
+        cells.append(DASH)
+        if change is not None:
+            cells[-1] = f"{result.means(quantity)}: {signed(change, quantity.digits)}"
+    return cells
+
+
+def _name(quantity: Quantity) -> str:
+    """Name of a quantity without its unit."""
+    return quantity.title.removesuffix(", %")
+
+
+_TITLES = [quantity.title for quantity in QUANTITIES]
+_SUMMARY = {
+    "lower": "Lower error, significant at 95 %:",
+    "not significant": "No significant difference of the error:",
+    "higher": "Higher error, significant at 95 %:",
+    "worse": "Higher NLL or calibration error (ECE in percentage points), significant at 95 %:",
+    "too few seeds": "Too few seeds for an interval:",
+}
