@@ -367,9 +367,9 @@ def test_every_block_of_a_page(records) -> None:
     ]
     worse = text.partition("Higher NLL")[2]
     assert f"λ₀ = 2.5: ECE {ece[1] - ece[0]:+.2f} (" in worse
-    groups = [group for group in strengths(records, "digits") if "25 epochs" in group.title]
+    groups = [sides for title, sides in strengths(records, "digits") if "25 epochs" in title]
     assert len(groups) == 1
-    assert groups[0].sides.keys() >= {0.0, 0.25, 0.5, 1.0, 2.5, 5.0}
+    assert groups[0].keys() >= {0.0, 0.25, 0.5, 1.0, 2.5, 5.0}
     one = [run for run in records if run.name in PAIR]
     for block in ("lambda_0", "images", "calibration"):
         assert "no records" in BLOCKS[block](one, "")

@@ -24,8 +24,8 @@ from isda.experiments.records import Run, load_runs
 from isda.experiments.report.classes import (
     changed_images,
     class_rows,
+    compared_predictions,
     confused_rows,
-    evidence,
     reliability,
 )
 from isda.experiments.report.comparison import advice, comparison, comparison_rows, sentence
@@ -202,7 +202,7 @@ def compared(tmp_path: Path) -> Path:
 
 
 def test_class_rows_and_confusions(compared: Path) -> None:
-    given = evidence(comparison(load_runs(compared), CE, ISDA))
+    given = compared_predictions(comparison(load_runs(compared), CE, ISDA))
     assert given
     header, *rows = class_rows(given)
     assert header[0] == "class"
@@ -240,7 +240,7 @@ def test_class_rows_and_confusions(compared: Path) -> None:
 
 
 def test_changed_images(compared: Path) -> None:
-    given = evidence(comparison(load_runs(compared), CE, ISDA))
+    given = compared_predictions(comparison(load_runs(compared), CE, ISDA))
     better, worse = changed_images(given, limit=60)
     gained = sum(one.wrong.astype(int) for one in given.sides[0].values()) - sum(
         one.wrong.astype(int) for one in given.sides[1].values()

@@ -15,7 +15,8 @@ from isda.experiments.errors import InputError
 from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.predictions import load_predictions
 from isda.experiments.records import Run, export, load_runs, summary
-from isda.experiments.report.pictures_of_features import read_pictures
+from isda.experiments.report.feature_tables import read_features
+from isda.experiments.report.pages import write_report_page
 from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder
 
@@ -171,7 +172,21 @@ def test_a_calibration_that_is_a_pipe(folder: Path) -> None:
 def test_damaged_records_of_pictures(content: str, tmp_path: Path) -> None:
     (tmp_path / "quality.json").write_text(content)
     with pytest.raises(InputError, match=r"quality\.json is damaged"):
-        read_pictures([tmp_path])
+        read_features([tmp_path])
+
+
+def test_names_in_tables_of_features(tmp_path: Path) -> None:
+    """A name is escaped in Markdown, and shown as it is on a page."""
+    name = "a|b_ *c*"
+    share = {"same_class": 0.9, "changed": 0.5, "relative_length": 0.3, "relative_distance": 1.2}
+    record = {"moves": {name: share}, "images": 10, "data": "digits", "strength": 0.5}
+    (tmp_path / "neighbours.json").write_text(json.dumps(record))
+    (table,) = read_features([tmp_path])
+    assert r"| a\|b\_ \*c\* |" in table.markdown
+    write_report_page(tmp_path / "page.html", [], pictures=[table])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    cells = "</td><td>".join([name, "90.0 %", "50.0 %", "0.30", "1.20"])
+    assert f"<tr><td>{cells}</td></tr>" in page
 
 
 def test_links_in_a_circle(folder: Path) -> None:

@@ -202,7 +202,7 @@ def _report(words: list[str]) -> None:
     from isda.experiments.arguments import ReportArguments, parse
     from isda.experiments.cost_records import cost_rows, read_costs
     from isda.experiments.report.blocks import update_markdown
-    from isda.experiments.report.pictures_of_features import read_pictures
+    from isda.experiments.report.feature_tables import read_features
     from isda.experiments.report.sides import distinct
     from isda.experiments.report.tables import report_markdown
 
@@ -225,7 +225,7 @@ def _report(words: list[str]) -> None:
                 raise InputError(f"{twin.folder} and {one.folder} have the same name and seed")
         for one in finished:
             print(export(one, given.export))
-    pictures = read_pictures(given.pictures)
+    pictures = read_features(given.pictures)
     show("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
     for path in given.update:
         print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")

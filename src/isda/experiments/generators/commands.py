@@ -11,7 +11,7 @@ from isda.experiments.generators.generator_arguments import (
     options_of,
 )
 from isda.experiments.recipe_checks import require_seeds
-from isda.experiments.report.pictures_of_features import (
+from isda.experiments.report.feature_tables import (
     inversion_table,
     neighbours_table,
     quality_table,
@@ -65,7 +65,7 @@ def _measure(words: list[str]) -> None:
         result = measure_gan(
             generator, classifier, given.generator, epochs=given.epochs, seed=given.seed
         )
-    show(quality_table(result))
+    show(quality_table(result).text)
 
 
 def invert(words: list[str]) -> None:
@@ -95,7 +95,7 @@ def invert(words: list[str]) -> None:
             seed=given.seed,
             capture=given.capture,
         )
-    show(f"{inversion_table(result)}\n{given.out / 'inversion.png'}")
+    show(f"{inversion_table(result).text}\n{given.out / 'inversion.png'}")
 
 
 def neighbours(words: list[str]) -> None:
@@ -117,4 +117,4 @@ def neighbours(words: list[str]) -> None:
             strength=given.strength,
             seed=given.seed,
         )
-    show(f"{neighbours_table(result)}\n{given.out / 'neighbours.png'}")
+    show(f"{neighbours_table(result).text}\n{given.out / 'neighbours.png'}")

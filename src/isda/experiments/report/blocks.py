@@ -143,10 +143,10 @@ def _summary(runs: Iterable[Run], prefix: str) -> str:
 def _strengths(runs: Iterable[Run], prefix: str) -> str:
     """Tables: results by λ₀, one table for each training with several values."""
     parts = []
-    for group in strengths(runs, prefix):
+    for title, sides in strengths(runs, prefix):
         rows = []
-        baseline = group.sides.get(0.0)
-        for lambda_0, side in group.sides.items():
+        baseline = sides.get(0.0)
+        for lambda_0, side in sides.items():
             cells = [side.estimate(quantity).format(quantity.digits) for quantity in QUANTITIES]
             change = DASH
             if baseline is not None and lambda_0 > 0:
@@ -154,20 +154,20 @@ def _strengths(runs: Iterable[Run], prefix: str) -> str:
             name = f"{lambda_0:g}" if lambda_0 else "0 (cross entropy)"
             rows.append([name, *cells, change, str(len(side.runs))])
         header = ["λ₀", *_TITLES, "error minus cross entropy (95 % interval)", "seeds"]
-        parts.append(f"{escape_markdown(group.title)}:\n\n{markdown_rows(header, rows, pad=False)}")
+        parts.append(f"{escape_markdown(title)}:\n\n{markdown_rows(header, rows, pad=False)}")
     return "\n\n".join(parts) or "There are no records of a training with several values yet."
 
 
 def _data_sizes(runs: Iterable[Run], prefix: str) -> str:
     """Tables: error, NLL and ECE by number of training images."""
     parts = []
-    for group in data_sizes(runs, prefix):
+    for title, results in data_sizes(runs, prefix):
         rows = []
-        for number, result in group.results.items():
+        for number, result in results.items():
             batch_size = str(result.method.recipe.batch_size)
             rows.append([str(number), *_effect_cells(result), batch_size, result.seeds])
         header = ["images per class", *_TITLES, "batch size", "seeds"]
-        parts.append(f"{escape_markdown(group.title)}:\n\n{markdown_rows(header, rows, pad=False)}")
+        parts.append(f"{escape_markdown(title)}:\n\n{markdown_rows(header, rows, pad=False)}")
     return "\n\n".join(parts) or "There are no records with several numbers of images yet."
 
 

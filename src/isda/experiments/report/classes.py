@@ -14,24 +14,27 @@ from isda.experiments.report.text import printable
 
 __all__ = [
     "Changed",
-    "Evidence",
+    "ComparedPredictions",
     "changed_images",
     "class_rows",
+    "compared_predictions",
     "confused_rows",
-    "evidence",
     "reliability",
 ]
 
 
 @dataclass(frozen=True)
-class Evidence:
+class ComparedPredictions:
     """Predictions of both sides of a comparison."""
 
     sides: tuple[dict[int, Predictions], dict[int, Predictions]]
     """Predictions of baseline and method, by seed; empty if not all runs have kept them."""
 
-    missing: str | None
-    """Why there are none."""
+    labels: tuple[str, str]
+    """Display names of baseline and method."""
+
+    missing: str | None = None
+    """Why there are no predictions."""
 
     def __bool__(self) -> bool:
         return self.missing is None
@@ -54,26 +57,27 @@ class Evidence:
         return all(np.array_equal(targets[0], other) for other in targets[1:])
 
 
-def evidence(result: Comparison) -> Evidence:
+def compared_predictions(result: Comparison) -> ComparedPredictions:
     """Predictions of the runs of a comparison, or why there are none."""
-    found: list[dict[int, Predictions]] = []
-    for side in result.sides:
-        own = {}
+    labels = result.baseline.label, result.method.label
+    sides: tuple[dict[int, Predictions], dict[int, Predictions]] = ({}, {})
+    for side, own in zip(result.sides, sides, strict=True):
         for seed, run in side.runs.items():
             try:
                 predictions = load_predictions(run)
             except InputError as error:
-                return Evidence(({}, {}), str(error))
+                return ComparedPredictions(({}, {}), labels, str(error))
             if predictions is None:
-                return Evidence(({}, {}), f"{run.name}/{seed} has kept no predictions")
+                missing = f"{run.name}/{seed} has kept no predictions"
+                return ComparedPredictions(({}, {}), labels, missing)
             own[seed] = predictions
-        found.append(own)
-    if len({one.class_names for side in found for one in side.values()}) > 1:
-        return Evidence(({}, {}), "the classes of the runs have different names")
-    return Evidence((found[0], found[1]), None)
+    if len({one.class_names for side in sides for one in side.values()}) > 1:
+        missing = "the classes of the runs have different names"
+        return ComparedPredictions(({}, {}), labels, missing)
+    return ComparedPredictions(sides, labels)
 
 
-def class_rows(given: Evidence) -> list[list[str]]:
+def class_rows(given: ComparedPredictions) -> list[list[str]]:
     """Error of every class in percent, the largest decrease first: a header, then rows."""
     number = len(given.class_names)
     images = [
@@ -96,11 +100,11 @@ def class_rows(given: Evidence) -> list[list[str]]:
         mean = round(np.mean([count[c] for count in images[0].values()]))
         means = [f"{estimate(list(values.values())).mean:.1f}" for values in errors]
         rows.append((change.mean, [name, str(mean), *means, signed(change, 1)]))
-    header = ["class", "images", "Cross entropy", "ISDA", "difference (95 % interval)"]
+    header = ["class", "images", *given.labels, "difference (95 % interval)"]
     return [header, *(row for _, row in sorted(rows, key=lambda pair: pair[0]))]
 
 
-def confused_rows(given: Evidence, limit: int = 10) -> list[list[str]]:
+def confused_rows(given: ComparedPredictions, limit: int = 10) -> list[list[str]]:
     """Pairs of classes that were confused more or less often: a header, then rows.
 
     Counts are means over seeds, of both directions; the largest changes come first.
@@ -120,7 +124,7 @@ def confused_rows(given: Evidence, limit: int = 10) -> list[list[str]]:
          signed(float(changes[a, b]), 1)]
         for a, b in largest if changes[a, b]
     ]  # fmt: skip
-    return [["classes", "Cross entropy", "ISDA", "difference"], *rows]
+    return [["classes", *given.labels, "difference"], *rows]
 
 
 def reliability(
@@ -164,7 +168,9 @@ class Changed:
     """Seeds in which only the method is right, minus those in which only the baseline is."""
 
 
-def changed_images(given: Evidence, limit: int = 7) -> tuple[list[Changed], list[Changed]]:
+def changed_images(
+    given: ComparedPredictions, limit: int = 7
+) -> tuple[list[Changed], list[Changed]]:
     """Images that only the method, and images that only the baseline predicts correctly.
 
     Those come first where most seeds agree. If every seed has its own test images, those of the

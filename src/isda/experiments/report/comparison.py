@@ -32,8 +32,6 @@ from isda.experiments.report.text import text_table
 
 __all__ = [
     "Comparison",
-    "DataSizes",
-    "Strengths",
     "advice",
     "compare",
     "comparison",
@@ -133,19 +131,8 @@ def comparisons(runs: Iterable[Run], prefix: str = "") -> list[Comparison]:
     return sorted(results, key=lambda result: recipe_order(result.method))
 
 
-@dataclass(frozen=True)
-class Strengths:
-    """Runs that differ in λ₀ only."""
-
-    title: str
-    """The training."""
-
-    sides: dict[float, Side]
-    """Runs by λ₀; cross entropy is 0."""
-
-
-def strengths(runs: Iterable[Run], prefix: str = "") -> list[Strengths]:
-    """Trainings that were run with cross entropy or ISDA and at least two values of λ₀ > 0.
+def strengths(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[float, Side]]]:
+    """Trainings with at least two values of λ₀ > 0: title, and sides by λ₀; cross entropy is 0.
 
     Runs on held-out images, as in ``isda search``, are a training of their own.
     """
@@ -157,27 +144,17 @@ def strengths(runs: Iterable[Run], prefix: str = "") -> list[Strengths]:
             same = replace(side.recipe.baseline(), channels_last=False, compile=False)
             groups.setdefault(same, {}).setdefault(side.recipe.lambda_0, side)
     return [
-        Strengths(next(iter(group.values())).training(), dict(sorted(group.items())))
+        (next(iter(group.values())).training(), dict(sorted(group.items())))
         for group in groups.values()
         if sum(lambda_0 > 0 for lambda_0 in group) > 1
     ]
 
 
-@dataclass(frozen=True)
-class DataSizes:
-    """Comparisons that differ in the number of training images, and maybe in the batch size."""
+def data_sizes(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[int, Comparison]]]:
+    """Trainings with at least two numbers of images: title, and comparisons by images per class.
 
-    title: str
-    """The training."""
-
-    results: dict[int, Comparison]
-    """Comparisons by number of training images per class."""
-
-
-def data_sizes(runs: Iterable[Run], prefix: str = "") -> list[DataSizes]:
-    """Trainings that were compared with at least two numbers of training images.
-
-    Without ``images_per_class``, a run of CIFAR has all images; other data sets then do not count.
+    They may also differ in the batch size. Without ``images_per_class``, a run of CIFAR has all
+    images; other data sets then do not count.
     """
     groups: dict[object, dict[int, Comparison]] = {}
     for result in comparisons(runs, prefix):
@@ -193,7 +170,7 @@ def data_sizes(runs: Iterable[Run], prefix: str = "") -> list[DataSizes]:
             largest = group[max(group)].method
             words = largest.training(without=("images_per_class", "batch_size"))
             title = f"{words}, λ₀ = {largest.recipe.lambda_0:g}"
-            found.append(DataSizes(title, dict(sorted(group.items()))))
+            found.append((title, dict(sorted(group.items()))))
     return found
 
 

@@ -20,19 +20,20 @@ from isda.experiments.published import PUBLISHED
 from isda.experiments.records import Run
 from isda.experiments.report.comparison import (
     Comparison,
-    DataSizes,
-    Strengths,
     comparisons,
     data_sizes,
     strengths,
 )
 from isda.experiments.report.intervals import Difference, Estimate, difference
-from isda.experiments.report.sides import QUANTITIES
+from isda.experiments.report.sides import QUANTITIES, Side
 
 __all__ = ["MOST_TRAININGS", "figure_texts", "write_figures"]
 
 MOST_TRAININGS = 4
 """The figure of the effect shows the trainings with the most seeds, at most this many."""
+
+_Strengths = Sequence[tuple[str, dict[float, Side]]]
+_DataSizes = Sequence[tuple[str, dict[int, Comparison]]]
 
 _WIDTH = 7.0  # inches
 _THEMES = {
@@ -102,24 +103,24 @@ def _describe_effect(results: Sequence[Comparison]) -> str:
     return " ".join(lines)
 
 
-def _describe_strengths(groups: Sequence[Strengths]) -> str:
+def _describe_strengths(groups: _Strengths) -> str:
     return " ".join(
-        f"{group.title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %."
-        for group in groups
-        for lambda_0, side in group.sides.items()
+        f"{title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %."
+        for title, sides in groups
+        for lambda_0, side in sides.items()
     )
 
 
-def _describe_data_sizes(groups: Sequence[DataSizes]) -> str:
+def _describe_data_sizes(groups: _DataSizes) -> str:
     lines = []
-    for group in groups:
-        for number, result in group.results.items():
+    for title, results in groups:
+        for number, result in results.items():
             for quantity in QUANTITIES:
                 shown = ", ".join(
                     f"{side.label} {_with_interval(side.estimate(quantity), 3)}"
                     for side in result.sides
                 )
-                where = f"{group.title}, {number} images per class, {quantity.title}"
+                where = f"{title}, {number} images per class, {quantity.title}"
                 lines.append(f"{where}: {shown}.")
     return " ".join(lines)
 
@@ -156,14 +157,15 @@ def _draw_effect(results: Sequence[Comparison], colours: dict[str, str]) -> Figu
     return figure
 
 
-def _draw_strengths(groups: Sequence[Strengths], colours: dict[str, str]) -> Figure:
+def _draw_strengths(groups: _Strengths, colours: dict[str, str]) -> Figure:
     """Change of the error against cross entropy by λ₀, with the paired 95 % interval."""
     figure = Figure(figsize=(_WIDTH, 0.3 + 2.3 * len(groups)), layout="constrained")
-    for panel, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups, strict=True):
-        base = group.sides.get(0.0)
+    panels = figure.subplots(len(groups), squeeze=False)[:, 0]
+    for panel, (title, sides) in zip(panels, groups, strict=True):
+        base = sides.get(0.0)
         values: dict[float, Estimate | Difference] = {
             lambda_0: difference(base.errors, side.errors) if base else side.error
-            for lambda_0, side in group.sides.items()
+            for lambda_0, side in sides.items()
             if lambda_0 > 0
         }
         _draw_intervals(panel, values, color=colours["method"])
@@ -174,30 +176,30 @@ def _draw_strengths(groups: Sequence[Strengths], colours: dict[str, str]) -> Fig
         if base:
             panel.axhline(0, color=colours["baseline"], linewidth=1.4)
         panel.set_ylabel("error minus that\nof cross entropy" if base else "error, %")
-        panel.set_title(group.title, loc="left")
+        panel.set_title(title, loc="left")
         panel.grid(axis="y", alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def _draw_data_sizes(groups: Sequence[DataSizes], colours: dict[str, str]) -> Figure:
+def _draw_data_sizes(groups: _DataSizes, colours: dict[str, str]) -> Figure:
     """Cross entropy and ISDA with 95 % intervals against the number of training images."""
     figure = Figure(figsize=(_WIDTH, 0.3 + 2.3 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), len(QUANTITIES), squeeze=False)
-    for row, group in zip(panels, groups, strict=True):
+    for row, (title, results) in zip(panels, groups, strict=True):
         for panel, quantity in zip(row, QUANTITIES, strict=True):
             for place, (label, colour) in enumerate((("CE", "baseline"), ("ISDA", "method"))):
                 values = {
                     number: result.sides[place].estimate(quantity)
-                    for number, result in group.results.items()
+                    for number, result in results.items()
                 }
                 _draw_intervals(panel, values, color=colours[colour], label=label)
             panel.set_xscale("log")
-            panel.set_xticks(list(group.results), [str(number) for number in group.results])
+            panel.set_xticks(list(results), [str(number) for number in results])
             panel.minorticks_off()
             panel.set_ylim(0, None)
             panel.set_xlabel("images per class")
-            above = group.title if panel is row[0] else ""
+            above = title if panel is row[0] else ""
             panel.set_title(f"{above}\n{quantity.title}", loc="left")
             panel.grid(axis="y", alpha=0.2)
             panel.spines[["top", "right"]].set_visible(False)

@@ -12,14 +12,14 @@ import jinja2
 from markupsafe import Markup, escape
 
 from isda.experiments.files import write_text
-from isda.experiments.published import NAMES, PUBLISHED, TABLES, cell_recipes
+from isda.experiments.published import DASH, NAMES, PUBLISHED, TABLES, cell_recipes
 from isda.experiments.records import Run
 from isda.experiments.report.classes import (
-    Evidence,
+    ComparedPredictions,
     changed_images,
     class_rows,
+    compared_predictions,
     confused_rows,
-    evidence,
     reliability,
 )
 from isda.experiments.report.comparison import (
@@ -29,6 +29,7 @@ from isda.experiments.report.comparison import (
     sentence,
     window_words,
 )
+from isda.experiments.report.feature_tables import FeatureTable
 from isda.experiments.report.intervals import signed
 from isda.experiments.report.plots import (
     BASELINE,
@@ -48,11 +49,9 @@ from isda.experiments.report.tables import (
     pair_rows,
     pairs,
 )
-from isda.experiments.settings import Recipe
 
 if TYPE_CHECKING:
     from isda.experiments.search import Choice  # which imports the training code
-from isda.experiments.report.pictures_of_features import FeaturePictures
 
 __all__ = ["write_comparison_page", "write_report_page"]
 
@@ -72,38 +71,28 @@ def write_comparison_page(
         choice: how λ₀ was chosen, if it was searched for.
         pictures: PNG pictures of test images by index, given the seed of a run and the indices.
     """
-    found = evidence(result)
+    found = compared_predictions(result)
     answer, reason = advice(result)
     header, *rows = comparison_rows(result)
     seeds = sorted({seed for side in result.sides for seed in side.runs})
-    fields = [
-        (field, *(_setting(side.recipe, field) for side in result.sides))
-        for field in result.method.recipe.as_dict()
-    ]
-    if result.method.recipe.pretrained:
-        fields.append(("pretrained weights", *(_pretrained(side) for side in result.sides)))
+    settings = [_settings(side, result.method.recipe.pretrained) for side in result.sides]
     text = _page(
         "compare.html",
         result=result,
         verdict=sentence(result),
         header=header,
         rows=rows,
-        seeds=[
-            (_seed(result, seed), *(_optional(side.errors.get(seed)) for side in result.sides),
-             _seed_difference(result, seed))
-            for seed in seeds
-        ],
+        seeds=[_seed_row(result, seed) for seed in seeds],
         paper=[(side.label, PUBLISHED[side.name]) for side in result.sides
                if side.name in PUBLISHED],
-        fields=fields,
+        fields=[(field, value, settings[1][field]) for field, value in settings[0].items()],
         environments=_environments(result.sides),
-        error_curves=curves(_lines(result), "test_error", f"{result.split} error, %"),
-        loss_curves=curves(_lines(result), "train_loss", "training loss"),
+        curves=_curves(result),
         window=window_words(result),
         answer=answer,
         reason=_with_code(reason),
         choice=choice,
-        evidence=found,
+        predictions=found,
         **(_image_parts(found, result, pictures) if found else {}),
         lambda_curve=lambda_curve(choice) if choice is not None else None,
     )  # fmt: skip
@@ -111,21 +100,13 @@ def write_comparison_page(
 
 
 def _image_parts(
-    found: Evidence,
+    found: ComparedPredictions,
     result: Comparison,
     pictures: Callable[[int, list[int]], dict[int, bytes]] | None,
 ) -> dict[str, Any]:
     """Parts of the page that look at single images: classes, confusions, reliability, examples."""
-    labels = [side.label for side in result.sides]
-    classes, confused = class_rows(found), confused_rows(found)
-    for rows, first in ((classes, 2), (confused, 1)):
-        rows[0][first : first + 2] = labels
     examples = []
-    for title, images in zip(
-        (f"Only {labels[1]} is right", f"Only {labels[0]} is right".replace("Cross", "cross")),
-        changed_images(found),
-        strict=True,
-    ):
+    for label, images in zip(reversed(found.labels), changed_images(found), strict=True):
         by_seed: dict[int, list[int]] = {}
         for one in images:
             by_seed.setdefault(one.seed, []).append(one.index)
@@ -135,14 +116,14 @@ def _image_parts(
             for one in images
             if one.index in shown[one.seed]
         ]
-        examples.append((title, cards))
+        examples.append((f"Only {label.replace('Cross', 'cross')} is right", cards))
     return {
-        "classes": classes,
-        "confused": confused,
+        "classes": class_rows(found),
+        "confused": confused_rows(found),
         "examples": examples,
         "several": len(found.sides[0]) > 1 and found.same_images,
         "reliability": reliability_diagram(
-            labels, [reliability(side) for side in found.sides], result.method.name
+            found.labels, [reliability(side) for side in found.sides], result.method.name
         ),
     }
 
@@ -151,7 +132,7 @@ def write_report_page(
     path: Path | str,
     runs: Iterable[Run],
     costs: Sequence[list[str]] = (),
-    pictures: Sequence[FeaturePictures] = (),
+    pictures: Sequence[FeatureTable] = (),
 ) -> None:
     """Write tables, comparisons and curves as one HTML page without scripts or external files.
 
@@ -180,8 +161,7 @@ def write_report_page(
         sentences=found.sentences,
         figures=[_figure(*figure, found.sides) for figure in _FIGURES],
         pictures=pictures,
-        curves=curves,
-        lines=_lines,
+        curves=_curves,
         names=NAMES,
         environments=_environments(found.sides.values()),
     )
@@ -201,12 +181,14 @@ def _page(template: str, **content: Any) -> str:
     return engine.get_template(template).render(**content)
 
 
-def _lines(result: Comparison) -> list[Line]:
-    """Both sides of a comparison as lines of a plot."""
-    return [
+def _curves(result: Comparison) -> list[Markup]:
+    """Error and training loss of both sides of a comparison against the epoch."""
+    lines = [
         Line(side.label, list(side.runs.values()), colour)
         for side, colour in zip(result.sides, (BASELINE, METHOD), strict=True)
     ]
+    titles = {"test_error": f"{result.split} error, %", "train_loss": "training loss"}
+    return [curves(lines, key, title) for key, title in titles.items()]
 
 
 def _environments(sides: Iterable[Side]) -> dict[str, list[str]]:
@@ -255,29 +237,27 @@ def _with_code(text: str) -> Markup:
     return Markup(re.sub(r"--[a-z][a-z0-9-]*", r"<code>\g<0></code>", str(escape(text))))
 
 
-def _seed(result: Comparison, seed: int) -> str:
-    runs = [side.runs[seed] for side in result.sides if seed in side.runs]
-    return str(seed) if all(run.verified for run in runs) else f"{seed} (unverified)"
+def _seed_row(result: Comparison, seed: int) -> list[str]:
+    """A seed, the errors of both sides, and their difference."""
+    verified = all(side.runs[seed].verified for side in result.sides if seed in side.runs)
+    one, other = errors = [side.errors.get(seed) for side in result.sides]
+    cells = [DASH if error is None else f"{error:.2f}" for error in errors]
+    change = DASH if one is None or other is None else signed(other - one)
+    return [f"{seed}" if verified else f"{seed} (unverified)", *cells, change]
 
 
-def _seed_difference(result: Comparison, seed: int) -> str:
-    one, other = (side.errors.get(seed) for side in result.sides)
-    return "–" if one is None or other is None else signed(other - one)
-
-
-def _optional(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _pretrained(side: Side) -> str:
-    """The files that the runs of a side were started from, in words."""
-    return "; ".join(dict.fromkeys(run.pretrained for run in side.runs.values()))
-
-
-def _setting(recipe: Recipe, field: str) -> str:
-    value = recipe.augmentation if field == "augment" else getattr(recipe, field)
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _settings(side: Side, pretrained: bool) -> dict[str, str]:
+    """Fields of the recipe of a side, and the pretrained weights of its runs if there are some."""
+    recipe = side.recipe
+    words = {}
+    for field in recipe.as_dict():
+        value = recipe.augmentation if field == "augment" else getattr(recipe, field)
+        if isinstance(value, tuple):
+            value = ", ".join(map(str, value)) or "none"
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        words[field] = f"{value:g}" if isinstance(value, float) else str(value)
+    if pretrained:
+        loaded = dict.fromkeys(run.pretrained for run in side.runs.values())
+        words["pretrained weights"] = "; ".join(loaded)
+    return words

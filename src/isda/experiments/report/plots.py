@@ -1,10 +1,9 @@
 """Plots of the HTML pages, as inline SVG in the colours of the page."""
 
-import contextlib
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +58,8 @@ def curves(
         salt: makes the element ids of two plots of the same runs on one page different.
     """
     folders = (ascii(str(run.folder)) for line in lines for run in line.runs)
-    with _plot(x="epoch", y=title, salt=" ".join([salt, key, *folders])) as drawn:
-        axes = drawn.axes
+
+    def draw(axes: Any) -> None:
         framed: list[float] = []  # values in view: all but the first quarter of the epochs
         last = 2
         for line in lines:
@@ -81,7 +80,8 @@ def curves(
         axes.set_xlim(1, last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(frameon=False, labelcolor=_INK, fontsize=8 if len(lines) > 3 else 10)
-    return drawn.svg
+
+    return _plot(draw, x="epoch", y=title, salt=" ".join([salt, key, *folders]))
 
 
 def lambda_curve(choice: "Choice") -> Markup:
@@ -90,8 +90,9 @@ def lambda_curve(choice: "Choice") -> Markup:
     Points are seeds, lines join their means, and bars are 95 % intervals of the mean where there
     are several seeds; they may be longer than the plot.
     """
-    with _plot(x="λ₀", y="validation error, %", salt=choice.chosen.name) as drawn:
-        axes, framed = drawn.axes, []
+
+    def draw(axes: Any) -> None:
+        framed: list[float] = []
         for trials, style in zip(reversed(choice.rounds), ("-", ":", "--"), strict=False):
             trials = tuple(t for t in trials if t.recipe.method == "isda")
             sides = sorted(trials, key=lambda side: side.recipe.lambda_0)
@@ -112,7 +113,8 @@ def lambda_curve(choice: "Choice") -> Markup:
                   markerfacecolor="none", label=f"chosen: {chosen.recipe.lambda_0:g}")  # fmt: skip
         _frame(axes, framed)
         axes.legend(frameon=False, labelcolor=_INK, fontsize=8)
-    return drawn.svg
+
+    return _plot(draw, x="λ₀", y="validation error, %", salt=choice.chosen.name)
 
 
 def reliability_diagram(
@@ -125,8 +127,8 @@ def reliability_diagram(
         bins: mean confidence, accuracy and share of the images of every bin, of both sides.
         salt: makes the element ids of two plots on one page different.
     """
-    with _plot(x="confidence, %", y="accuracy, %", salt=f"reliability {salt}") as drawn:
-        axes = drawn.axes
+
+    def draw(axes: Any) -> None:
         axes.plot([0, 100], [0, 100], color=_INK, alpha=0.4, linewidth=1, linestyle="--")
         for label, own, colour in zip(labels, bins, (BASELINE, METHOD), strict=True):
             x, y, share = ([100 * value for value in column] for column in zip(*own, strict=True))
@@ -138,22 +140,15 @@ def reliability_diagram(
         axes.set_xlim(max(0, low - 5), 101)
         axes.set_ylim(max(0, low - 5), 101)
         axes.legend(frameon=False, labelcolor=_INK)
-    return drawn.svg
+
+    return _plot(draw, x="confidence, %", y="accuracy, %", salt=f"reliability {salt}")
 
 
-class _Plot:
-    """A plot in the page's colours, which is an SVG when its context ends."""
-
-    def __init__(self, axes: Any) -> None:
-        self.axes = axes
-        self.svg = Markup()
-
-
-@contextlib.contextmanager
-def _plot(*, x: str, y: str, salt: str) -> Iterator[_Plot]:
-    """Draw a plot.
+def _plot(draw: Callable[[Any], None], *, x: str, y: str, salt: str) -> Markup:
+    """A plot as SVG.
 
     Args:
+        draw: draws into the axes.
         x: label of the horizontal axis.
         y: label of the vertical axis.
         salt: makes the element ids of two plots on one page different.
@@ -167,11 +162,10 @@ def _plot(*, x: str, y: str, salt: str) -> Iterator[_Plot]:
         axes.tick_params(colors=_INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(_INK)
-        drawn = _Plot(axes)
-        yield drawn
+        draw(axes)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    drawn.svg = _inline(buffer.getvalue(), f"{y} against {x}")
+    return _inline(buffer.getvalue(), f"{y} against {x}")
 
 
 def _frame(axes: Any, values: Sequence[float]) -> None:

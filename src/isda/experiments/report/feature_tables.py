@@ -1,9 +1,9 @@
-"""Records of generators and of pictures of augmented features, as tables and pictures."""
+"""Records of generators and of augmented features, as tables with pictures."""
 
 import base64
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +11,34 @@ from isda.experiments.errors import InputError
 from isda.experiments.report.text import markdown_rows
 
 __all__ = [
-    "FeaturePictures",
+    "FeatureTable",
     "inversion_table",
     "neighbours_table",
     "quality_table",
-    "read_pictures",
+    "read_features",
 ]
 
 
 @dataclass(frozen=True)
-class FeaturePictures:
-    """A record with its table, and its picture if it has one."""
+class FeatureTable:
+    """The table of a record, with its picture if there is one."""
 
     title: str
-    table: str
-    """Markdown table and note."""
-
-    path: Path | None
+    header: list[str]
+    rows: list[list[str]]
+    note: str
+    path: Path | None = None
     """PNG file."""
 
     @property
-    def markdown(self) -> str:
-        """Title, table and the path of the picture."""
-        parts = [f"## {self.title}", self.table]
-        return "\n\n".join([*parts, *([f"`{self.path}`"] if self.path else [])])
+    def text(self) -> str:
+        """Markdown table and note."""
+        return f"{markdown_rows(self.header, self.rows)}\n\n{self.note}"
 
     @property
-    def lines(self) -> tuple[list[list[str]], str]:
-        """Cells of the table, and the note."""
-        table, _, note = self.table.partition("\n\n")
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
-        return [rows[0], *rows[2:]], note
+    def markdown(self) -> str:
+        """Title, table, note and the path of the picture."""
+        return f"## {self.title}\n\n{self.text}" + (f"\n\n`{self.path}`" if self.path else "")
 
     @property
     def address(self) -> str | None:
@@ -51,7 +48,7 @@ class FeaturePictures:
         return f"data:image/png;base64,{base64.b64encode(self.path.read_bytes()).decode()}"
 
 
-def read_pictures(folders: Iterable[Path]) -> list[FeaturePictures]:
+def read_features(folders: Iterable[Path]) -> list[FeatureTable]:
     """The records in folders that isda gan measure, neighbours or invert has written to."""
     found = []
     for folder in folders:
@@ -64,21 +61,20 @@ def read_pictures(folders: Iterable[Path]) -> list[FeaturePictures]:
             if name == "quality":  # the samples of the last epoch
                 samples = sorted(folder.glob("samples/epoch_*.png"), key=lambda p: (len(p.name), p))
                 picture = samples[-1] if samples else picture
-            title, table = _TABLES[name]
             try:
-                text = table(json.loads(path.read_text(encoding="utf-8")))
+                table = _TABLES[name](json.loads(path.read_text(encoding="utf-8")))
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
                     RecursionError) as error:  # fmt: skip
                 raise InputError(f"{path} is damaged: {error!r}") from error
-            found.append(FeaturePictures(title, text, picture if picture.is_file() else None))
+            found.append(replace(table, path=picture if picture.is_file() else None))
     return found
 
 
-def quality_table(result: dict[str, Any]) -> str:
-    """The measurements of ``isda gan measure`` as a Markdown table."""
+def quality_table(result: dict[str, Any]) -> FeatureTable:
+    """The measurements of ``isda gan measure``."""
     rows = [
         [
-            result["generator"],
+            f"{result['generator']}",
             f"{result['classifier_fid']:.3f}",
             f"{result['error_of_synthetic']:.2f} %",
         ],
@@ -97,11 +93,11 @@ def quality_table(result: dict[str, Any]) -> str:
         "show about what a perfect generator would reach. Network: resnet8, "
         f"{result['epochs']} epochs. Picture: a row of samples for each class."
     )
-    return f"{markdown_rows(header, rows)}\n\n{note}"
+    return FeatureTable("Quality of a generator", header, rows, note)
 
 
-def neighbours_table(result: dict[str, Any]) -> str:
-    """The shares of ``isda neighbours`` as a Markdown table."""
+def neighbours_table(result: dict[str, Any]) -> FeatureTable:
+    """The shares of ``isda neighbours``."""
     rows = [
         [
             name,
@@ -119,11 +115,11 @@ def neighbours_table(result: dict[str, Any]) -> str:
         "neighbour: medians, relative to the distance of the neighbour without a move. "
         "Picture, from left to right: the image, then the neighbours in the order of the rows."
     )
-    return f"{markdown_rows(header, rows)}\n\n{note}"
+    return FeatureTable("Training images nearest to augmented features", header, rows, note)
 
 
-def inversion_table(result: dict[str, Any]) -> str:
-    """The measurements of ``isda invert`` as a Markdown table."""
+def inversion_table(result: dict[str, Any]) -> FeatureTable:
+    """The measurements of ``isda invert``."""
 
     def percent(value: float | None) -> str:
         return "–" if value is None else f"{100 * value:.1f} %"
@@ -156,11 +152,7 @@ def inversion_table(result: dict[str, Any]) -> str:
         "Control: moves of equal length in random directions. Picture, from left to right: in the "
         "order of the rows."
     )
-    return f"{markdown_rows(header, rows)}\n\n{note}"
+    return FeatureTable("Augmented features as pictures (Appendix C)", header, rows, note)
 
 
-_TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "quality": ("Quality of a generator", quality_table),
-    "neighbours": ("Training images nearest to augmented features", neighbours_table),
-    "inversion": ("Augmented features as pictures (Appendix C)", inversion_table),
-}
+_TABLES = {"quality": quality_table, "neighbours": neighbours_table, "inversion": inversion_table}
