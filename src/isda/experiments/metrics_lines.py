@@ -29,15 +29,10 @@ __all__ = [
 ]
 
 
-def first_checksum(name: str, seed: int, recipe: dict[str, Any]) -> Checksum:
-    """Checksum before the first line.
-
-    Args:
-        name: name of the run.
-        seed: seed of the run.
-        recipe: fields of the recipe, as in config.json.
-    """
-    return hashlib.sha256(json.dumps([name, seed, recipe], sort_keys=True).encode())
+def first_checksum(config: dict[str, Any]) -> Checksum:
+    """Checksum before the first line, from the fields of config.json."""
+    fields = [config[name] for name in ("name", "seed", "recipe")]
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
 
 
 def config_checksum(config: dict[str, Any]) -> str:

@@ -161,7 +161,7 @@ class Run:
 
     def checksum(self) -> Checksum:
         """Checksum before the first line of the metrics: of name, seed and recipe."""
-        return first_checksum(*(self._config[key] for key in ("name", "seed", "recipe")))
+        return first_checksum(self._config)
 
 
 def read_recipe(fields: Any) -> Recipe:

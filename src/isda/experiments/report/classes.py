@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+_BINS = 15  # as in the calibration error
+
+
 @dataclass(frozen=True)
 class ComparedPredictions:
     """Predictions of both sides of a comparison."""
@@ -104,8 +107,8 @@ def class_rows(given: ComparedPredictions) -> list[list[str]]:
     return [header, *(row for _, row in sorted(rows, key=lambda pair: pair[0]))]
 
 
-def confused_rows(given: ComparedPredictions, limit: int = 10) -> list[list[str]]:
-    """Pairs of classes that were confused more or less often: a header, then rows.
+def confused_rows(given: ComparedPredictions) -> list[list[str]]:
+    """The ten pairs of classes whose confusions changed most: a header, then rows.
 
     Counts are means over seeds, of both directions; the largest changes come first.
     """
@@ -117,7 +120,7 @@ def confused_rows(given: ComparedPredictions, limit: int = 10) -> list[list[str]
             total.update((a, b) for a, b in pairs.tolist())
         means.append(Counter({pair: count / len(side) for pair, count in total.items()}))
     changes = {pair: means[1][pair] - means[0][pair] for pair in means[0] | means[1]}
-    largest = sorted(changes, key=lambda pair: (-abs(changes[pair]), pair))[:limit]
+    largest = sorted(changes, key=lambda pair: (-abs(changes[pair]), pair))[:10]
     names = given.class_names
     rows = [
         [f"{names[a]} ↔ {names[b]}", *(f"{mean[a, b]:.1f}" for mean in means),
@@ -127,17 +130,15 @@ def confused_rows(given: ComparedPredictions, limit: int = 10) -> list[list[str]
     return [["classes", *given.labels, "difference"], *rows]
 
 
-def reliability(
-    predictions: dict[int, Predictions], bins: int = 15
-) -> list[tuple[float, float, float]]:
+def reliability(predictions: dict[int, Predictions]) -> list[tuple[float, float, float]]:
     """Mean confidence, accuracy and share of the images of every bin, over all seeds.
 
-    The bins are those of the calibration error: (b/B, (b+1)/B]; empty ones are left out.
+    The bins are the 15 of the calibration error, (b/15, (b+1)/15]; empty ones are left out.
     """
     confidence = np.concatenate([one.confidence for one in predictions.values()])
     right = ~np.concatenate([one.wrong for one in predictions.values()])
-    index = np.clip(np.ceil(confidence * bins) - 1, 0, bins - 1)
-    members = [index == number for number in range(bins)]
+    index = np.clip(np.ceil(confidence * _BINS) - 1, 0, _BINS - 1)
+    members = [index == number for number in range(_BINS)]
     return [
         (float(confidence[own].mean()), float(right[own].mean()), float(own.mean()))
         for own in members

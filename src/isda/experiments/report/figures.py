@@ -27,14 +27,12 @@ from isda.experiments.report.comparison import (
 from isda.experiments.report.intervals import Difference, Estimate, difference
 from isda.experiments.report.sides import QUANTITIES, Side
 
-__all__ = ["MOST_TRAININGS", "figure_texts", "write_figures"]
-
-MOST_TRAININGS = 4
-"""The figure of the effect shows the trainings with the most seeds, at most this many."""
+__all__ = ["write_figures"]
 
 _Strengths = Sequence[tuple[str, dict[float, Side]]]
 _DataSizes = Sequence[tuple[str, dict[int, Comparison]]]
 
+_MOST_TRAININGS = 4  # in the figure of the effect
 _WIDTH = 7.0  # inches
 _THEMES = {
     "light": {"ink": "#24292f", "baseline": "#9a6700", "method": "#0969da"},
@@ -76,17 +74,11 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
     return written
 
 
-def figure_texts(runs: Iterable[Run]) -> dict[str, str]:
-    """The numbers in every figure, by its name."""
-    return {name: _FIGURES[name][1](found) for name, found in _shown(list(runs)).items()}
-
-
 def _shown(runs: Sequence[Run]) -> dict[str, Sequence[Any]]:
     """What the figures show, by name; without those that have nothing to show."""
     # trainings of the paper with an interval, those with the most seeds first
-    own = [one for one in comparisons(runs) if one.difference.interval]
-    own = [one for one in own if one.method.name in PUBLISHED]
-    effect = sorted(own, key=lambda one: -min(one.difference.counts))[:MOST_TRAININGS]
+    own = [r for r in comparisons(runs) if r.difference.interval and r.method.name in PUBLISHED]
+    effect = sorted(own, key=lambda one: -min(one.difference.counts))[:_MOST_TRAININGS]
     groups: list[Sequence[Any]] = [effect, strengths(runs), data_sizes(runs)]
     return {name: found for name, found in zip(_FIGURES, groups, strict=True) if found}
 

@@ -133,14 +133,14 @@ def difference(baseline: Mapping[int, float], method: Mapping[int, float]) -> Di
     return Difference(mean, (mean - half, mean + half), paired, counts, without)
 
 
-def seeds_needed(change: Difference, limit: int = 50) -> int | None:
-    """Paired seeds with which an interval of the same spread would exclude zero; None: too many."""
+def seeds_needed(change: Difference) -> int | None:
+    """Paired seeds with which an interval of the same spread excludes zero; None: more than 50."""
     number = change.counts[0]
     if change.interval is None or number < 2:
         return None
     half = (change.interval[1] - change.interval[0]) / 2
     spread = half * math.sqrt(number) / float(stdtrit(number - 1, 0.975))
-    for count in range(number, limit + 1):
+    for count in range(number, 51):
         if float(stdtrit(count - 1, 0.975)) * spread / math.sqrt(count) < abs(change.mean):
             return count
     return None

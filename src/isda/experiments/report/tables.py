@@ -37,7 +37,6 @@ from isda.experiments.report.text import OURS, escape_markdown, markdown_rows, t
 
 __all__ = [
     "COSTS_TITLE",
-    "EMPTY",
     "Overview",
     "cell_results",
     "legend",
@@ -50,8 +49,7 @@ __all__ = [
     "table_markdown",
 ]
 
-EMPTY = "·"
-"""Mark of a number that was not run yet."""
+_EMPTY = "·"  # mark of a number that was not run yet
 
 COSTS_TITLE = "What ISDA adds to a training step, in theory and measured"
 
@@ -107,7 +105,7 @@ def our_result(cell: Cell, sides: Mapping[str, Side]) -> str:
     """Our number for a cell with the number of seeds, or a mark if there is none."""
     side = sides.get(cell.recipe)
     if side is None:
-        return EMPTY
+        return _EMPTY
     top5 = list(side.values(lambda result: result.top5_error).values())
     second = f" / {estimate(top5).format()}" if cell.paper.top5 is not None and top5 else ""
     return f"{side.error.format()}{second} ({len(side.errors)})"
@@ -116,7 +114,7 @@ def our_result(cell: Cell, sides: Mapping[str, Side]) -> str:
 def legend(table: Table) -> str:
     """Explanation of the marks in a table, and its note."""
     dash = any(entry == DASH for row in table.rows for entry in row)
-    marks = [f"{EMPTY}: not run yet.", *[f"{DASH}: not in the paper."] * dash]
+    marks = [f"{_EMPTY}: not run yet.", *[f"{DASH}: not in the paper."] * dash]
     return " ".join([*marks, table.note]).rstrip()
 
 
