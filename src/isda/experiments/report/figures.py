@@ -25,7 +25,7 @@ from isda.experiments.report.comparison import (
     strengths,
 )
 from isda.experiments.report.intervals import Difference, Estimate, difference
-from isda.experiments.report.sides import QUANTITIES, Side
+from isda.experiments.report.sides import QUANTITIES, Quantity, Side
 
 __all__ = ["write_figures"]
 
@@ -84,15 +84,11 @@ def _shown(runs: Sequence[Run]) -> dict[str, Sequence[Any]]:
 
 
 def _describe_effect(results: Sequence[Comparison]) -> str:
-    lines = []
-    for result in results:
-        for quantity in QUANTITIES:
-            shown = ", ".join(
-                f"{side.label} {_with_interval(side.estimate(quantity), quantity.digits)}"
-                for side in result.sides
-            )
-            lines.append(f"{result.method.training()}, {quantity.title}: {shown}.")
-    return " ".join(lines)
+    return " ".join(
+        _description(result.method.training(), result, quantity, quantity.digits)
+        for result in results
+        for quantity in QUANTITIES
+    )
 
 
 def _describe_strengths(groups: _Strengths) -> str:
@@ -104,17 +100,17 @@ def _describe_strengths(groups: _Strengths) -> str:
 
 
 def _describe_data_sizes(groups: _DataSizes) -> str:
-    lines = []
-    for title, results in groups:
-        for number, result in results.items():
-            for quantity in QUANTITIES:
-                shown = ", ".join(
-                    f"{side.label} {_with_interval(side.estimate(quantity), 3)}"
-                    for side in result.sides
-                )
-                where = f"{title}, {number} images per class, {quantity.title}"
-                lines.append(f"{where}: {shown}.")
-    return " ".join(lines)
+    return " ".join(
+        _description(f"{title}, {number} images per class", result, quantity, 3)
+        for title, results in groups
+        for number, result in results.items()
+        for quantity in QUANTITIES
+    )
+
+
+def _description(title: str, result: Comparison, quantity: Quantity, digits: int) -> str:
+    sides = (f"{x.label} {_with_interval(x.estimate(quantity), digits)}" for x in result.sides)
+    return f"{title}, {quantity.title}: {', '.join(sides)}."
 
 
 def _draw_effect(results: Sequence[Comparison], colours: dict[str, str]) -> Figure:

@@ -1,7 +1,7 @@
 """Our numbers next to those of the paper: its tables, every comparison, and the list of recipes."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from isda.experiments.published import (
@@ -172,7 +172,7 @@ class Overview:
     """Finished runs, by name."""
 
     results: dict[int, list[Comparison]]
-    """Comparisons by number of the table; only the first table that has one."""
+    """Comparisons by number of the first table that has them."""
 
     others: list[Comparison]
     """Comparisons of other recipes, such as those with a different λ₀."""
@@ -201,27 +201,33 @@ class Overview:
 
     @property
     def words(self) -> list[str]:
-        """Sentences on what was found, then on how much was run."""
-        words = []
+        """Sentences on what was found, then on how much was run, and on what was left out."""
+        left_out = map(left_out_line, self._left_out.values())
+        return [*self._findings(), *self._counts(), *left_out]
+
+    def _findings(self) -> Iterator[str]:
+        """A comparison in words, then the number of comparisons by verdict."""
         isda = [result for result in self.comparisons if result.method.recipe.method == "isda"]
         others = [result for result in self.comparisons if result not in isda]
         in_tables = [result for result in isda if result not in self.others]
         if isda:
-            words.append(_finding(max(in_tables or isda, key=lambda r: min(r.difference.counts))))
+            yield _finding(max(in_tables or isda, key=lambda r: min(r.difference.counts)))
         for subject, own in (("ISDA", isda), ("other methods", others)):
             verdicts = Counter(verdict(result.difference) for result in own)
             found = [f"{count} {_VERDICTS[word][count > 1]}" for word, count in verdicts.items()]
             if len(own) == 1:
-                words.append(f"The one comparison of {subject} with a baseline {found[0][2:]}.")
+                yield f"The one comparison of {subject} with a baseline {found[0][2:]}."
             elif own:
-                total = f"Of {len(own)} comparisons of {subject} with a baseline"
-                words.append(f"{total}, {', '.join(found)}.")
+                yield f"Of {len(own)} comparisons of {subject} with a baseline, {', '.join(found)}."
+
+    def _counts(self) -> Iterator[str]:
+        """How many cells have been run, and runs that are unfinished, unverified or not shown."""
         recipes = [cell.recipe for table in TABLES.values() for cell in table.cells]
-        run = sum(recipe in self.sides for recipe in recipes)
-        words.append(
-            f"{run} of the {len(recipes)} cells of Tables 1 to 5 that have a recipe have been run."
-        )
         shown = [self.sides[recipe] for recipe in recipes if recipe in self.sides]
+        yield (
+            f"{len(shown)} of the {len(recipes)} cells of Tables 1 to 5 that have a recipe have "
+            "been run."
+        )
         shown += [side for result in self.others for side in result.sides]
         used = {run.folder for side in shown for run in side.runs.values()}
         finished = [run for run in self._runs if summary(run).finished]
@@ -230,12 +236,11 @@ class Overview:
         used |= {run.folder for run in finished if run.name in self._left_out}
         outside = [run for run in finished if run.folder not in used]
         if unfinished:
-            words.append(f"Unfinished runs that are left out: {len(unfinished)}.")
+            yield f"Unfinished runs that are left out: {len(unfinished)}."
         if unverified:
-            words.append(f"Finished runs without checksums (unverified): {len(unverified)}.")
+            yield f"Finished runs without checksums (unverified): {len(unverified)}."
         if outside:
-            words.append(f"Finished runs in no cell and no comparison: {len(outside)}.")
-        return [*words, *map(left_out_line, self._left_out.values())]
+            yield f"Finished runs in no cell and no comparison: {len(outside)}."
 
 
 def _finding(result: Comparison) -> str:
