@@ -203,7 +203,6 @@ def compared(tmp_path: Path) -> Path:
 
 def test_class_rows_and_confusions(compared: Path) -> None:
     given = compared_predictions(comparison(load_runs(compared), CE, ISDA))
-    assert given
     header, *rows = class_rows(given)
     assert header[0] == "class"
     assert len(rows) == 3  # no images of the fourth class
@@ -317,6 +316,8 @@ def test_time_of_runs_side_by_side(last: dict[str, float], cell: str, tmp_path: 
 def test_records_without_predictions_give_the_rest(compared: Path) -> None:
     page = compared / "page.html"
     (compared / ISDA / "1" / "predictions.npz").unlink()
+    with pytest.raises(InputError, match=f"{ISDA}/1 has kept no predictions"):
+        compared_predictions(comparison(load_runs(compared), CE, ISDA))
     write_comparison_page(page, comparison(load_runs(compared), CE, ISDA))
     text = page.read_text(encoding="utf-8")
     assert "No results by class and image: digits-resnet8-isda/1 has kept no predictions." in text

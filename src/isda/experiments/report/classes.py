@@ -22,7 +22,6 @@ __all__ = [
     "reliability",
 ]
 
-
 _BINS = 15  # as in the calibration error
 
 
@@ -31,16 +30,10 @@ class ComparedPredictions:
     """Predictions of both sides of a comparison."""
 
     sides: tuple[dict[int, Predictions], dict[int, Predictions]]
-    """Predictions of baseline and method, by seed; empty if not all runs have kept them."""
+    """Predictions of baseline and method, by seed."""
 
     labels: tuple[str, str]
     """Display names of baseline and method."""
-
-    missing: str | None = None
-    """Why there are no predictions."""
-
-    def __bool__(self) -> bool:
-        return self.missing is None
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -61,23 +54,21 @@ class ComparedPredictions:
 
 
 def compared_predictions(result: Comparison) -> ComparedPredictions:
-    """Predictions of the runs of a comparison, or why there are none."""
-    labels = result.baseline.label, result.method.label
+    """Predictions of the runs of a comparison.
+
+    Raises:
+        InputError: not all runs have kept them, or they are damaged or do not fit together.
+    """
     sides: tuple[dict[int, Predictions], dict[int, Predictions]] = ({}, {})
     for side, own in zip(result.sides, sides, strict=True):
         for seed, run in side.runs.items():
-            try:
-                predictions = load_predictions(run)
-            except InputError as error:
-                return ComparedPredictions(({}, {}), labels, str(error))
+            predictions = load_predictions(run)
             if predictions is None:
-                missing = f"{run.name}/{seed} has kept no predictions"
-                return ComparedPredictions(({}, {}), labels, missing)
+                raise InputError(f"{run.name}/{seed} has kept no predictions")
             own[seed] = predictions
     if len({one.class_names for side in sides for one in side.values()}) > 1:
-        missing = "the classes of the runs have different names"
-        return ComparedPredictions(({}, {}), labels, missing)
-    return ComparedPredictions(sides, labels)
+        raise InputError("the classes of the runs have different names")
+    return ComparedPredictions(sides, (result.baseline.label, result.method.label))
 
 
 def class_rows(given: ComparedPredictions) -> list[list[str]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from markupsafe import Markup, escape
 
+from isda.experiments.errors import InputError
 from isda.experiments.files import write_text
 from isda.experiments.published import DASH, NAMES, PUBLISHED, TABLES, cell_recipes
 from isda.experiments.records import Run
@@ -71,7 +72,11 @@ def write_comparison_page(
         choice: how λ₀ was chosen, if it was searched for.
         pictures: PNG pictures of test images by index, given the seed of a run and the indices.
     """
-    found = compared_predictions(result)
+    found, missing = None, ""
+    try:
+        found = compared_predictions(result)
+    except InputError as error:
+        missing = str(error)
     answer, reason = advice(result)
     header, *rows = comparison_rows(result)
     seeds = sorted({seed for side in result.sides for seed in side.runs})
@@ -93,6 +98,7 @@ def write_comparison_page(
         reason=_with_code(reason),
         choice=choice,
         predictions=found,
+        missing=missing,
         **(_image_parts(found, result, pictures) if found else {}),
         lambda_curve=lambda_curve(choice) if choice is not None else None,
     )  # fmt: skip
