@@ -23,7 +23,7 @@ from isda.experiments.report.blocks import recipes_block, update_markdown
 from isda.experiments.report.comparison import comparison, comparison_table, sentence
 from isda.experiments.report.intervals import difference, signed
 from isda.experiments.report.pages import write_comparison_page, write_report_page
-from isda.experiments.report.plots import Line, curves
+from isda.experiments.report.plots import curves
 from isda.experiments.report.sides import create_side
 from isda.experiments.report.tables import recipes_table, report_markdown
 from isda.experiments.settings import Recipe
@@ -449,9 +449,11 @@ def test_strange_names_in_markdown_and_plots(tmp_path, strange):
 
 
 def test_labels_are_not_mathematics(out):
-    runs = [run for run in load_runs(out) if run.name == CE]
-    svg = curves([Line(r"$\foo$ & $", runs, "#000000")], "test_error", "error")
-    assert r"$\foo$ &amp; $" in svg
+    side = create_side(load_runs(out), ISDA)
+    strange = dataclasses.replace(side, name=r"digits-resnet8-$\foo$ & $isda")
+    assert strange.label == r"$\foo$ & $isda"
+    svg = curves([(strange, "#000000")], "test_error", "error")
+    assert r"$\foo$ &amp; $isda" in svg
 
 
 def test_recipes_table(out, tmp_path):

@@ -36,7 +36,6 @@ from isda.experiments.report.plots import (
     BASELINE,
     METHOD,
     OTHERS,
-    Line,
     curves,
     lambda_curve,
     reliability_diagram,
@@ -189,12 +188,9 @@ def _page(template: str, **content: Any) -> str:
 
 def _curves(result: Comparison) -> list[Markup]:
     """Error and training loss of both sides of a comparison against the epoch."""
-    lines = [
-        Line(side.label, list(side.runs.values()), colour)
-        for side, colour in zip(result.sides, (BASELINE, METHOD), strict=True)
-    ]
+    sides = list(zip(result.sides, (BASELINE, METHOD), strict=True))
     titles = {"test_error": f"{result.split} error, %", "train_loss": "training loss"}
-    return [curves(lines, key, title) for key, title in titles.items()]
+    return [curves(sides, key, title) for key, title in titles.items()]
 
 
 def _environments(sides: Iterable[Side]) -> dict[str, list[str]]:
@@ -224,15 +220,11 @@ def _figure(title: str, table: int, cell: str, sides: Mapping[str, Side]) -> dic
     colours = {f"{training}-ce": BASELINE, f"{training}-isda": METHOD}
     rest = itertools.cycle(OTHERS)
     colours |= {name: next(rest) for name in recipes if name not in colours}
-    lines = [
-        Line(sides[name].label, list(sides[name].runs.values()), colours[name])
-        for name in recipes
-        if name in sides
-    ]
+    shown = [(sides[name], colours[name]) for name in recipes if name in sides]
     picture = None
-    if lines:
-        band = len(lines) < 4
-        picture = curves(lines, "test_error", "test error, %", band=band, salt=title)
+    if shown:
+        band = len(shown) < 4
+        picture = curves(shown, "test_error", "test error, %", band=band, salt=title)
     missing = [name.rpartition("-")[2] for name in recipes if name not in sides]
     command = f"isda table {table} --cell {cell} --resume"
     return {"title": title, "picture": picture, "missing": missing, "command": command}

@@ -4,7 +4,6 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
@@ -12,7 +11,7 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from isda.experiments.records import Run
+from isda.experiments.report.sides import Side
 from isda.experiments.report.text import printable
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ __all__ = [
     "BASELINE",
     "METHOD",
     "OTHERS",
-    "Line",
     "curves",
     "lambda_curve",
     "reliability_diagram",
@@ -36,42 +34,38 @@ OTHERS = ("#8a63d2", "#2e9e6b", "#c2428c", "#a08500", "#2b98a3", "#85898e", "#d2
 """Colours of further lines, readable in light and dark mode."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a plot: the finished runs of a recipe."""
-
-    label: str
-    runs: Sequence[Run]
-    colour: str
-
-
 def curves(
-    lines: Sequence[Line], key: str, title: str, *, band: bool = True, salt: str = ""
+    sides: Sequence[tuple[Side, str]],
+    key: str,
+    title: str,
+    *,
+    band: bool = True,
+    salt: str = "",
 ) -> Markup:
     """Plot a metric against the epoch, mean over seeds, as an SVG that scales with the page.
 
     Args:
-        lines: lines in the order of the legend.
+        sides: runs of a recipe and their colour, in the order of the legend.
         key: name of the metric in the records.
         title: label of the axis.
         band: shade the range from the lowest to the highest seed.
         salt: makes the element ids of two plots of the same runs on one page different.
     """
-    folders = (ascii(str(run.folder)) for line in lines for run in line.runs)
+    folders = (ascii(str(run.folder)) for side, _ in sides for run in side.runs.values())
 
     def draw(axes: Any) -> None:
         framed: list[float] = []  # values in view: all but the first quarter of the epochs
         last = 2
-        for line in lines:
-            records = [run.metrics() for run in line.runs]
+        for side, colour in sides:
+            records = [run.metrics() for run in side.runs.values()]
             values = ([epoch.get(key, math.nan) for epoch in run] for run in records)
             epochs = list(zip(*values, strict=True))
             mean = [sum(seeds) / len(seeds) for seeds in epochs]
             x = range(1, len(epochs) + 1)
             low, high = ([pick(seeds) for seeds in epochs] for pick in (min, max))
             if band:
-                axes.fill_between(x, low, high, color=line.colour, alpha=0.2, linewidth=0)
-            axes.plot(x, mean, color=line.colour, linewidth=1.6, label=_plain(line.label))
+                axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.plot(x, mean, color=colour, linewidth=1.6, label=_plain(side.label))
             late = slice(len(epochs) // 4, None)
             shown = low[late] + high[late] if band else mean[late]
             framed += filter(math.isfinite, shown)
@@ -79,7 +73,7 @@ def curves(
         _frame(axes, framed)
         axes.set_xlim(1, last)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(frameon=False, labelcolor=_INK, fontsize=8 if len(lines) > 3 else 10)
+        axes.legend(frameon=False, labelcolor=_INK, fontsize=8 if len(sides) > 3 else 10)
 
     return _plot(draw, x="epoch", y=title, salt=" ".join([salt, key, *folders]))
 
