@@ -23,7 +23,6 @@ __all__ = [
     "Cell",
     "Cost",
     "Result",
-    "Row",
     "Table",
     "cell_recipes",
     "find_cells",
@@ -90,7 +89,7 @@ class Cell:
         return str(self.paper) + (f" / {self.paper.top5}" if self.paper.top5 is not None else "")
 
 
-Row = tuple["str | Cell", ...]
+_Row = tuple["str | Cell", ...]
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Table:
     number: int
     title: str
     columns: tuple[str, ...]
-    blocks: tuple[tuple[Row, ...], ...]
+    blocks: tuple[tuple[_Row, ...], ...]
     """Rows, grouped as the paper's horizontal rules do."""
 
     spans: tuple[tuple[str, int], ...] = ()
@@ -110,7 +109,7 @@ class Table:
     """Note for the reader."""
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[_Row]:
         return [row for block in self.blocks for row in block]
 
     @property
@@ -269,7 +268,7 @@ _DATA = {data: NAMES[data] for data in ("cifar10", "cifar100")}
 
 
 def _table_1() -> Table:
-    def row(network: str) -> Row:
+    def row(network: str) -> _Row:
         size, top1, top5, isda_top1, isda_top5, theoretical, wall = _TABLE_1[network]
         return (
             NAMES[network],
@@ -294,7 +293,7 @@ def _table_1() -> Table:
 
 
 def _table_2() -> Table:
-    def row(network: str, method: str, *numbers: _Numbers) -> Row:
+    def row(network: str, method: str, *numbers: _Numbers) -> _Row:
         name = NAMES[network] + (" + ISDA" if method == "isda" else "")
         recipes = (f"{data}-{network}-{method}" for data in _DATA)
         return name, f"{PARAMETERS[network]}M", *map(_cell, recipes, numbers)
@@ -311,7 +310,7 @@ def _table_2() -> Table:
 
 
 def _table_3() -> Table:
-    def row(data: str, network: str) -> Row:
+    def row(data: str, network: str) -> _Row:
         methods = ("cutout", "cutout_isda", "autoaugment", "autoaugment_isda")
         recipes = (f"{data}-{network}-{method}" for method in methods)
         return _DATA[data], NAMES[network], *map(_cell, recipes, _TABLE_3[data][network])
@@ -326,7 +325,7 @@ def _table_3() -> Table:
 
 
 def _table_4() -> Table:
-    def row(method: str, title: str, *numbers: _Numbers | None) -> Row:
+    def row(method: str, title: str, *numbers: _Numbers | None) -> _Row:
         # Wide-ResNet-28-10 always has dropout
         wide = {"dropout": "ce", "dropout_isda": "isda"}.get(method, method)
         recipes = [f"{data}-resnet110-{method}" for data in _DATA]
@@ -343,7 +342,7 @@ def _table_4() -> Table:
 
 
 def _table_5() -> Table:
-    def row(method: str, title: str, *numbers: _Numbers | None) -> Row:
+    def row(method: str, title: str, *numbers: _Numbers | None) -> _Row:
         recipes = (f"{data}-wide_resnet28_10-{method}" for data in _DATA)
         return title, *map(_cell, recipes, numbers)
 
