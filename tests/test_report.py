@@ -24,7 +24,7 @@ from isda.experiments.report.comparison import comparison, comparison_table, sen
 from isda.experiments.report.intervals import difference, signed
 from isda.experiments.report.pages import write_comparison_page, write_report_page
 from isda.experiments.report.plots import curves
-from isda.experiments.report.sides import create_side
+from isda.experiments.report.sides import Side, create_side
 from isda.experiments.report.tables import recipes_table, report_markdown
 from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder
@@ -187,6 +187,17 @@ def test_labels_are_those_of_what_was_trained(tmp_path):
     ]  # fmt: skip
     result = comparison(runs, f"{FIRST}-dropout", f"{FIRST}-dropout_isda")
     assert sentence(result).startswith("Dropout + ISDA raises the test error of Dropout by 0.50")
+
+
+@pytest.mark.parametrize(("freeze", "kind"), [(True, "frozen"), (False, "fine-tuned")])
+def test_titles_of_pretrained_networks(freeze, kind):
+    recipe = dataclasses.replace(
+        get_recipe(ISDA), data="imagefolder:birds", network="timm:resnet18", pretrained=True,
+        freeze=freeze, augment=(), image_size=128,
+    )  # fmt: skip
+    side = Side(f"birds-timm_resnet18_pretrained{'_frozen' * freeze}-isda+image_size=128", recipe,
+                {}, {}, 0)  # fmt: skip
+    assert side.training() == f"birds, timm:resnet18, {kind}, 128 × 128 pixels"
 
 
 def test_differences_without_spread_are_not_called_significant():

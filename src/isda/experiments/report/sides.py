@@ -89,7 +89,10 @@ class Side:
         if len(parts) < 3:  # a name that no recipe gives
             return self.name
         data, network, _ = parts
-        network = NAMES.get(network, network.replace("resnet", "ResNet-"))
+        if self.recipe.pretrained:
+            network = f"{self.recipe.network}, {'frozen' if self.recipe.freeze else 'fine-tuned'}"
+        else:
+            network = NAMES.get(network, network.replace("resnet", "ResNet-"))
         words = [NAMES.get(data, data), network]
         if self.recipe.method == "isda" and self.label != "ISDA":
             words.append(self.label)
@@ -239,5 +242,6 @@ _SETTINGS = {
     "batch_size": "batches of {}",
     "images_per_class": "{} images per class",
     "drop_rate": "dropout {}",
+    "image_size": "{0} × {0} pixels",
     "hold_out": "validation on {} held-out images",
 }
