@@ -42,6 +42,9 @@ def test_number_that_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limit.number_that_finish(6, 7.0, 95) == 4  # 20 + 512
     assert limit.number_that_finish(6, 7.0, 236) == 1  # 20 + 578
     assert limit.number_that_finish(6, 7.0, 237) == 0
+    assert limit.number_that_finish(6, 7.0, 107) == 4  # 20 + 577
+    assert limit.number_that_finish(6, 7.0, 107, together=2) == 4  # 14 + 20 + 566
+    assert limit.number_that_finish(6, 7.0, 107, together=3) == 3  # 21 + 20 + 561 with four
     assert Deadline(Options()).number_that_finish(6, 7.0, 10**6) == 6
 
 
@@ -50,12 +53,13 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
+        self.slow = range(0)  # epochs that take 30 % longer
         self.lanes: list[int] = []  # number of runs, by epoch
         epoch = SideBySide.train_epoch
 
         def train_epoch(runner: SideBySide) -> None:
+            self.now += (13 if len(self.lanes) in self.slow else 10) * len(runner.lanes)
             self.lanes.append(len(runner.lanes))
-            self.now += 10 * len(runner.lanes)
             epoch(runner)
 
         monkeypatch.setattr(SideBySide, "train_epoch", train_epoch)
@@ -103,6 +107,29 @@ def test_some_runs_are_left_out_so_that_others_finish(side_by_side: Clock, tmp_p
     for plan in plans:
         run = Path(plan.name) / str(plan.seed)
         assert numbers(folder / run) == numbers(tmp_path / "whole" / run)
+
+
+def test_no_runs_are_left_out_because_the_first_epochs_are_slow(
+    side_by_side: Clock, tmp_path: Path
+) -> None:
+    """Six ResNet-110 on an H200 once needed 8 to 12 s for each of the first 22 epochs, then 6.5."""
+    side_by_side.slow = range(1, 4)
+    plans = four_plans(20)
+    # at the speed of the slow epochs, 14.5 min would not be enough
+    train(plans, Options(out=tmp_path, device="cpu", minutes=14.5, whole_runs=True, resume=True))
+    assert side_by_side.lanes == [4] * 20
+    assert side_by_side.now == 17 * 40 + 3 * 52
+
+
+def test_runs_are_left_out_before_it_is_too_late(side_by_side: Clock, tmp_path: Path) -> None:
+    plans = four_plans(20)
+    options = Options(out=tmp_path, device="cpu", minutes=11, whole_runs=True, resume=True)
+    with pytest.warns(UserWarning, match="enough for 2 of 4"), pytest.raises(TimeUp):
+        train(plans, options)
+    # after nine epochs, 300 s are left, and two runs need 277 s; but after two more epochs of four
+    # runs, 220 s would be left, and two runs would need 227 s
+    assert side_by_side.lanes == [4] * 9 + [2] * 11
+    assert epochs_of(plans, tmp_path) == [20, 20, 9, 9]
 
 
 def test_runs_of_which_none_can_finish_go_on(side_by_side: Clock, tmp_path: Path) -> None:

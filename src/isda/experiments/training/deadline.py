@@ -39,20 +39,24 @@ class Deadline:
             return False
         return bool(distributed.agree(0, self.seconds_left < needed, None)[1])
 
-    def number_that_finish(self, number: int, seconds: float, epochs: int) -> int:
+    def number_that_finish(
+        self, number: int, seconds: float, epochs: int, *, together: int = 0
+    ) -> int:
         """How many runs side by side can finish in time, at most.
 
         Args:
             number: number of runs.
             seconds: time of an epoch of all of them.
             epochs: epochs that are left.
+            together: how many of these all of them train before some are left out.
         """
-        rest = _MARGIN * epochs * seconds
-        if not self.is_up(rest):
+        shared = together * seconds
+        rest = _MARGIN * (epochs - together) * seconds
+        if not self.is_up(shared + rest):
             return number
         for fewer in range(number - 1, 0, -1):
             share = _FIXED + (1 - _FIXED) * fewer / number
-            if not self.is_up(StartUp.longest + share * rest):
+            if not self.is_up(shared + StartUp.longest + share * rest):
                 return fewer
         return 0
 

@@ -6,6 +6,7 @@ that a step changes, and later metrics are truncated.
 """
 
 import contextlib
+import math
 import time
 import warnings
 from collections import deque
@@ -42,6 +43,8 @@ from isda.experiments.training.tensorboard import create_writer, require_tensorb
 from isda.experiments.training.training_step import Lane
 
 __all__ = ["Plan", "train"]
+
+_RESERVE = 1 / 16  # of all epochs: so many before it would be too late, runs are left out
 
 
 def train(
@@ -214,6 +217,9 @@ class _Training:
     def _leave_out(self, members: Sequence[_Member], seconds: float) -> bool:
         """Leave runs to the next command if that lets the others side by side finish in time.
 
+        That is put off while some more epochs of all runs would let as many of them finish, because
+        epochs may become faster.
+
         Args:
             members: runs with the same number of epochs left.
             seconds: time of an epoch of all of them.
@@ -223,9 +229,15 @@ class _Training:
         """
         lane = members[0].lane
         epochs = lane.recipe.epochs - lane.epoch
-        number = self.deadline.number_that_finish(len(members), seconds, epochs)
-        number = whole_seeds([self.plans[member.number] for member in members], number)
-        if number in (0, len(members)):
+        plans = [self.plans[member.number] for member in members]
+        number, later = (
+            whole_seeds(
+                plans,
+                self.deadline.number_that_finish(len(plans), seconds, epochs, together=together),
+            )
+            for together in (0, min(epochs, math.ceil(_RESERVE * lane.recipe.epochs)))
+        )
+        if number in (0, len(plans)) or later >= number:
             return False
         self._left_out |= {member.number for member in members[number:]}
         warnings.warn(
