@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from isda.experiments.errors import TimeUp
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import Run
 from isda.experiments.settings import Options
-from isda.experiments.training import deadline, groups
+from isda.experiments.training import deadline, groups, loop, run_folder
 from isda.experiments.training.deadline import Deadline, StartUp
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.side_by_side import SideBySide
@@ -191,3 +192,34 @@ def test_no_group_is_started_that_would_end_after_the_limit(
     assert epochs == [0, 0]
     train(plans, replace(options))  # a new command
     assert epochs == [0, 0, 1, 1]
+
+
+def test_epochs_on_another_device_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first epoch took a thousand seconds elsewhere; it must not keep this command from it."""
+    clock, offset, here = time.perf_counter, [0.0], ["slow"]
+    epoch, described = SideBySide.train_epoch, loop.environment
+
+    def slow(runner: SideBySide) -> None:
+        offset[0] += 1000 * (here == ["slow"])
+        epoch(runner)
+
+    def environment(device: torch.device | str) -> dict[str, object]:
+        return described(device) | {"device": here[0]}
+
+    monkeypatch.setattr(SideBySide, "train_epoch", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + offset[0])
+    for module in (loop, run_folder):
+        monkeypatch.setattr(module, "environment", environment)
+    plans, options = [Plan("any", RECIPE, 0)], Options(out=tmp_path, device="cpu", resume=True)
+    with pytest.raises(TimeUp, match="0 of 1 run finished"):
+        train(plans, replace(options, minutes=15))
+    assert epochs_of(plans, tmp_path) == [1]
+    with pytest.raises(TimeUp, match="0 of 1 run finished"):
+        train(plans, replace(options, minutes=15))  # not enough for such an epoch
+    assert epochs_of(plans, tmp_path) == [1]
+    here[0] = "fast"
+    with pytest.warns(UserWarning, match="device"):
+        train(plans, replace(options, minutes=15))
+    assert epochs_of(plans, tmp_path) == [2]

@@ -29,6 +29,7 @@ from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline, StartUp, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
 from isda.experiments.training.divergence import divergence_message, why_diverged
+from isda.experiments.training.environment import environment
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps, whole_seeds
 from isda.experiments.training.images import kept_images
@@ -230,13 +231,10 @@ class _Training:
         lane = members[0].lane
         epochs = lane.recipe.epochs - lane.epoch
         plans = [self.plans[member.number] for member in members]
-        number, later = (
-            whole_seeds(
-                plans,
-                self.deadline.number_that_finish(len(plans), seconds, epochs, together=together),
-            )
-            for together in (0, min(epochs, math.ceil(_RESERVE * lane.recipe.epochs)))
-        )
+        reserve = min(epochs, math.ceil(_RESERVE * lane.recipe.epochs))
+        finish = partial(self.deadline.number_that_finish, len(plans), seconds, epochs)
+        number = whole_seeds(plans, finish())
+        later = whole_seeds(plans, finish(together=reserve))
         if number in (0, len(plans)) or later >= number:
             return False
         self._left_out |= {member.number for member in members[number:]}
@@ -248,9 +246,11 @@ class _Training:
         return True
 
     def _epoch_seconds(self, group: list[int]) -> float:
-        """Time of an epoch of a group, by the last epoch of equal runs; 0 if there is none."""
+        """Time of an epoch of a group, by the last one of equal runs on this device; else 0."""
         first = self.plans[group[0]].recipe
-        equal = [run for n, run in self.runs.items() if same_steps(self.plans[n].recipe, first)]
+        here = environment(self.device)["device"]
+        equal = [run for n, run in self.runs.items() if same_steps(self.plans[n].recipe, first)
+                 and all(place.get("device") == here for place in run.environments)]  # fmt: skip
         last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
         return max(last, default=0.0) * len(group)
 

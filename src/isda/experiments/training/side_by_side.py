@@ -108,8 +108,10 @@ class CapturedSteps(Generic[_Lane]):
         # other threads, such as those of a data loader, may call CUDA during the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             main = torch.cuda.current_stream()
+            # before any work: torch may have given the stream of a lane to the capture, too
             for lane in self.lanes:
                 lane.stream.wait_stream(main)
+            for lane in self.lanes:
                 with torch.cuda.stream(lane.stream):
                     for _ in range(times):
                         function(lane)
