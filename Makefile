@@ -60,7 +60,7 @@ $(VENV)/docs: $(VENV)/installed
 results: $(VENV)/installed
 	$(BIN)/isda report --runs results --figures docs/figures \
 		--costs results/benchmarks/cost_cifar100_h200.csv results/benchmarks/cost_imagenet_h200.csv \
-		--update README.md docs/index.md docs/results.md docs/method.md docs/choosing.md
+		--update README.md docs/index.md docs/results.md docs/choosing.md
 
 # torch.compile needs torch 2.9; tests/test_versions.py tests what happens below
 OLDEST := torch==2.6.0

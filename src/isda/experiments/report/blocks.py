@@ -111,17 +111,6 @@ def _effect(runs: Iterable[Run], prefix: str) -> str:
     return markdown_rows(["training", *_TITLES, "seeds"], rows, pad=False)
 
 
-def _verdicts(runs: Iterable[Run], prefix: str) -> str:
-    """Table: whether ISDA is better, in each training and quantity."""
-    rows = []
-    for result in comparisons(runs, prefix):
-        changes = map(result.change, QUANTITIES)
-        cells = [DASH if change is None else verdict(change) for change in changes]
-        rows.append([result.title, *cells, result.seeds])
-    header = ["training", *map(_name, QUANTITIES), "seeds"]
-    return markdown_rows(header, rows, left=range(4), pad=False)
-
-
 def _summary(runs: Iterable[Run], prefix: str) -> str:
     """List: the trainings by verdict on the test error, best first; then worse NLL and ECE."""
     found: dict[str, list[str]] = {}
@@ -189,7 +178,6 @@ def _times(runs: Iterable[Run], prefix: str) -> str:
 
 BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
     "effect": _effect,
-    "verdicts": _verdicts,
     "summary": _summary,
     "lambda_0": _strengths,
     "images": _data_sizes,
