@@ -1,8 +1,7 @@
-"""Checks of recipes and seeds, and how two recipes differ."""
+"""Checks of recipes, and how two recipes differ."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from isda.experiments.errors import InputError
@@ -15,7 +14,6 @@ __all__ = [
     "require",
     "require_fine_tuning",
     "require_method",
-    "require_seeds",
 ]
 
 
@@ -91,10 +89,3 @@ def differing_fields(one: "Recipe", other: "Recipe") -> dict[str, tuple[Any, Any
         for field in dataclasses.fields(one)
     }
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def require_seeds(argument: str, seeds: Sequence[int]) -> None:
-    """Raise InputError unless there are seeds, all different, that fit into 32 bits."""
-    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
-        listed = " ".join(map(str, seeds)) or "none"
-        raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")

@@ -7,7 +7,7 @@ the code, and the choice is a field: ``milestones``, ``cosine_offset``, ``ramp``
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -20,13 +20,12 @@ __all__ = [
     "DEFAULT",
     "OWN_IMAGES",
     "RECIPES",
+    "Start",
     "baseline_of",
     "fine_tuning",
     "flags",
     "get_recipe",
     "name_of",
-    "pair_name",
-    "run_name",
     "train_command",
     "with_method",
 ]
@@ -60,32 +59,38 @@ def name_of(recipe: Recipe) -> str:
     return "-".join(parts)
 
 
-def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> str:
-    """Name of a run: the name of the original recipe and every field that was changed.
+@dataclass(frozen=True)
+class Start:
+    """The recipe that another one was made from by changing fields; its runs are named after it."""
 
-    >>> start = get_recipe("digits-resnet8-isda")
-    >>> run_name(replace(start, lambda_0=1.0), start, "digits-resnet8-isda")
-    'digits-resnet8-isda+lambda_0=1.0'
+    recipe: Recipe
+    """The recipe before any field was changed."""
 
-    Args:
-        recipe: recipe of the run.
-        start: recipe before any field was changed.
-        start_name: name of ``start``; by default ``name_of(start)``.
-    """
-    moved = replace(start, data=recipe.data, network=recipe.network)
-    name = start_name or name_of(moved)
-    changes = [
-        f"+{field}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
-        for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
-    ]
-    return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+    name: str | None = None
+    """Its name, if it is a recipe of the paper."""
 
+    def run_name(self, recipe: Recipe) -> str:
+        """Name of the runs of a recipe: the name of this one and every field that was changed.
 
-def pair_name(start: Recipe, start_name: str | None, recipe: Recipe) -> str:
-    """Name of a run of ISDA or of its baseline, both made from a recipe of ISDA, ``start``."""
-    if recipe.method == "isda":
-        return run_name(recipe, start, start_name)
-    return run_name(recipe, start.baseline(), baseline_of(start_name) if start_name else None)
+        >>> start = Start(get_recipe("digits-resnet8-isda"), "digits-resnet8-isda")
+        >>> start.run_name(replace(start.recipe, lambda_0=1.0))
+        'digits-resnet8-isda+lambda_0=1.0'
+        """
+        moved = replace(self.recipe, data=recipe.data, network=recipe.network)
+        name = self.name or name_of(moved)
+        changes = [
+            f"+{field}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
+            for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
+        ]
+        return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+
+    def baseline(self) -> "Start":
+        """The baseline of a recipe of ISDA."""
+        return Start(self.recipe.baseline(), baseline_of(self.name) if self.name else None)
+
+    def pair_name(self, recipe: Recipe) -> str:
+        """Name of the runs of ISDA or of its baseline, both made from this recipe of ISDA."""
+        return (self if recipe.method == "isda" else self.baseline()).run_name(recipe)
 
 
 def with_method(recipe: Recipe, method: Any, *, noise_rate: float = 0.05) -> Recipe:

@@ -9,7 +9,7 @@ from isda.experiments.report.curves import BASELINE, INK, METHOD, frame, plain, 
 from isda.experiments.report.intervals import mean_interval
 
 if TYPE_CHECKING:
-    from isda.experiments.search import Choice  # which imports the training code
+    from isda.experiments.commands.lambda_search import Choice  # which imports the training code
 
 __all__ = ["lambda_curve", "reliability_diagram"]
 

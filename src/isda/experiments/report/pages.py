@@ -39,7 +39,7 @@ from isda.experiments.report.tables import our_result, pair_rows, pairs
 from isda.experiments.settings import Recipe
 
 if TYPE_CHECKING:
-    from isda.experiments.search import Choice  # which imports the training code
+    from isda.experiments.commands.lambda_search import Choice  # which imports the training code
 from isda.experiments.report.pictures_of_features import FeaturePictures
 
 __all__ = ["write_comparison_page", "write_report_page"]

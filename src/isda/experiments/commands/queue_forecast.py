@@ -7,9 +7,8 @@ earlier runs or else in a table of benchmarks/train.py. It does not include the 
 import contextlib
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -18,16 +17,13 @@ import torch
 from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, outline
-from isda.experiments.plans import Calibrations, Command, Planned, Search
-from isda.experiments.recipes import pair_name
 from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.report.terminal import fit, terminal_width, text_table
-from isda.experiments.search import checked_candidates, default_hold_out, halving
-from isda.experiments.settings import Options, Recipe
+from isda.experiments.settings import Recipe
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.start import records_of
 
-__all__ = ["Forecast", "Speeds", "expected_plans", "forecast", "forecast_text", "state_size"]
+__all__ = ["Forecast", "Speeds", "forecast", "forecast_text", "state_size"]
 
 # training images, classes, channels
 _SIZES = {
@@ -113,32 +109,6 @@ class Speeds:
                 measured.setdefault((*key, recipe.images_per_class), []).append(median(speeds))
                 self.devices[str(run.environments[-1].get("device"))] = None
         self._known |= {key: median(speeds) for key, speeds in measured.items()}
-
-
-def expected_plans(task: Command, options: Options) -> list[Plan]:
-    """The runs of a line; with the λ₀ of the recipe where it is still to be chosen."""
-    if isinstance(task, Planned):
-        return task.plans()
-    recipe, start = (task.given if isinstance(task, Search) else task).recipe, task.start
-    hold_out = recipe.hold_out or default_hold_out(recipe, options)
-    if isinstance(task, Calibrations):
-        return task.planned(hold_out).plans()
-    held = replace(recipe, hold_out=hold_out)
-    if isinstance(task, Search):
-        given = task.given
-        candidates = checked_candidates(given.candidates, recipe)
-        tried = [replace(held, lambda_0=lambda_0) for lambda_0 in candidates]
-        tried += [held.baseline()] * given.with_baseline
-        final = replace(recipe, lambda_0=start.lambda_0, hold_out=0)
-        runs = [*product(tried, given.seeds), *product([final], given.final_seeds)]
-        return [Plan(pair_name(start, task.name, one), one, seed) for one, seed in runs]
-    candidates = checked_candidates(task.candidates, recipe)
-    plans = []
-    for part in halving(len(candidates), recipe.epochs):
-        tried = [replace(held, lambda_0=lambda_0).shortened(part.epochs)
-                 for lambda_0 in candidates[: part.candidates]]  # fmt: skip
-        plans += [Plan(task.named(one), one, seed) for one, seed in product(tried, part.seeds)]
-    return plans + task.planned(start.lambda_0).plans()
 
 
 def forecast(

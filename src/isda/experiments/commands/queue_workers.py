@@ -19,14 +19,14 @@ from tqdm import tqdm
 
 from isda.experiments.errors import InputError, TimeUp
 
-__all__ = ["Task", "Workers"]
+__all__ = ["Job", "Workers"]
 
 _ATTEMPTS = 3  # how often a task may lose its worker
 _SECONDS = 0.5  # between two looks at the records
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class Job:
     """A part of the work, for one worker."""
 
     label: str
@@ -85,7 +85,7 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._ray.shutdown()
 
-    def run(self, tasks: Sequence[Task]) -> list[tuple[Task, str]]:
+    def run(self, tasks: Sequence[Job]) -> list[tuple[Job, str]]:
         """Run all tasks; returns those that failed, with the reasons.
 
         A task whose worker is lost is run again, up to three times.
@@ -140,9 +140,9 @@ class Workers:
 class _Work:
     """Tasks that wait, are being worked on, or have failed."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.busy: dict[Any, tuple[Any, Task]] = {}  # worker and task, by reference to the answer
-        self.failed: list[tuple[Task, str]] = []
+    def __init__(self, tasks: Sequence[Job]) -> None:
+        self.busy: dict[Any, tuple[Any, Job]] = {}  # worker and task, by reference to the answer
+        self.failed: list[tuple[Job, str]] = []
         self.time_up: str | None = None  # the message, when the time limit is reached
         self._waiting, self._losses = deque(tasks), dict.fromkeys(tasks, 0)
 
@@ -156,7 +156,7 @@ class _Work:
         task = self._waiting.popleft()
         self.busy[worker.run.remote(task.prepare())] = worker, task
 
-    def lost(self, task: Task) -> bool:
+    def lost(self, task: Job) -> bool:
         """Note that a task has lost its worker; returns whether it is tried again."""
         self._losses[task] += 1
         again = self._losses[task] < _ATTEMPTS
@@ -199,7 +199,7 @@ class _Worker:
 class _View:
     """Progress of all runs in one bar, from their records."""
 
-    def __init__(self, tasks: Sequence[Task], workers: int) -> None:
+    def __init__(self, tasks: Sequence[Job], workers: int) -> None:
         self._runs = dict.fromkeys(run for task in tasks for run in task.runs)
         self._open = dict.fromkeys(self._runs, 0)  # epochs so far of runs that are not finished
         self._done, self._workers = 0, workers

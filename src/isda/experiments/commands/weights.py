@@ -1,13 +1,16 @@
-"""Weights of a finished run as safetensors, with a model card beside them: ``isda weights``."""
+"""``isda weights``: the weights of a finished run as safetensors, with a model card beside them."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
 from safetensors.torch import save
 from torch import Tensor
 
 from isda._version import __version__
+from isda.experiments.commands.arguments import parse
 from isda.experiments.data.arrays import CIFAR_MEAN, CIFAR_STD, ImageArrays, load_data
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
@@ -17,7 +20,24 @@ from isda.experiments.records import Run, result_epochs, summary
 from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder
 
-__all__ = ["export_weights", "model_card"]
+__all__ = ["Weights", "export_weights", "model_card", "run"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Arguments of ``isda weights``."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a finished run with its checkpoint: OUT/<recipe>/<seed>."""
+
+    out: Path
+    """File to write, NAME.safetensors; the model card is NAME.md."""
+
+
+def run(words: list[str]) -> None:
+    """Write the weights and the model card."""
+    given = parse(Weights, "weights", words)
+    print(*export_weights(given.run, given.out), sep="\n")
 
 
 def export_weights(folder: Path, out: Path) -> tuple[Path, Path]:
