@@ -105,8 +105,8 @@ def test_commands_exist(page: Path) -> None:
     """Every ``isda`` command names an existing command, recipe and flag."""
     import dataclasses
 
-    from isda.experiments.commands.arguments import RecipeArguments
     from isda.experiments.commands.generators import Measure
+    from isda.experiments.commands.recipe_arguments import RecipeArguments
     from isda.experiments.generators.gan_settings import GanSettings
     from isda.experiments.generators.inversion_settings import InversionSettings
     from isda.experiments.settings import Options, Recipe

@@ -18,11 +18,9 @@ from isda.experiments.settings import GanName, Method, Recipe
 __all__ = [
     "COMPANIONS",
     "DEFAULT",
-    "OWN_IMAGES",
     "RECIPES",
     "Start",
     "baseline_of",
-    "fine_tuning",
     "flags",
     "get_recipe",
     "name_of",
@@ -293,53 +291,3 @@ and CIFAR, which the paper does not have."""
 
 DEFAULT = "digits-resnet8-isda"
 """Default recipe, which needs no download and no GPU."""
-
-OWN_IMAGES = Recipe(
-    data="imagefolder:PATH",
-    network="timm:resnet18",
-    epochs=90,
-    batch_size=64,
-    learning_rate=0.025,
-    weight_decay=1e-4,
-    lambda_0=0.5,
-    channels_last=True,
-)
-"""Default recipe for your own images, without pretrained weights."""
-
-_FINE_TUNING: dict[str, Any] = {"pretrained": True, "epochs": 30, "head_rate": 10.0, "warmup": 1}
-_ADAMW: dict[str, Any] = {
-    "optimizer": "adamw",
-    "nesterov": False,
-    "learning_rate": 5e-5,
-    "weight_decay": 0.05,
-    "decay_all": False,
-}
-_FROZEN: dict[str, Any] = {
-    "freeze": True,
-    "head_rate": 1.0,
-    "warmup": 0,
-    "epochs": 50,
-    "batch_size": 256,
-    "optimizer": "adamw",
-    "nesterov": False,
-    "learning_rate": 1e-3,
-    "weight_decay": 0.01,
-    "decay_all": False,
-}
-
-
-def fine_tuning(
-    network: str, *, layer_norm: bool, preparation: dict[str, Any], freeze: bool = False
-) -> Recipe:
-    """Default recipe for your own images with a pretrained network.
-
-    Args:
-        network: ``timm:NAME``, ``torchvision:NAME`` or ``MODULE:FUNCTION``.
-        layer_norm: whether the network has layer norm, as transformers do: AdamW instead of SGD.
-        preparation: fields that say how the images of the pretrained weights were prepared.
-        freeze: train the head alone.
-    """
-    changes = {"learning_rate": 0.01, **_FINE_TUNING, **(_ADAMW if layer_norm else {})}
-    if freeze:
-        changes |= _FROZEN
-    return replace(OWN_IMAGES, network=network, **changes, **preparation)

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from isda.experiments.calibration import load_calibration, save_calibration
-from isda.experiments.commands.arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.lambda_search import held_out_images
+from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import PlannedRuns, Task
 from isda.experiments.errors import InputError, TimeUp, unknown
 from isda.experiments.recipes import Start, baseline_of, with_method

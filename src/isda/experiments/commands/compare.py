@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 
 from isda import distributed
-from isda.experiments.commands.arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.lambda_search import (
     Choice,
     Round,
@@ -24,6 +23,7 @@ from isda.experiments.commands.lambda_search import (
     held_out_images,
     side_record,
 )
+from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import PlannedRuns, Task
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from isda import distributed
-from isda.experiments.commands.arguments import RecipeArguments
+from isda.experiments.commands.recipe_arguments import RecipeArguments
 from isda.experiments.errors import InputError, RunsFailed, StoppedElsewhere
 from isda.experiments.records import Run
 from isda.experiments.report.comparison import Side, create_side

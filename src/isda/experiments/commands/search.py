@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from isda.experiments.commands.arguments import RecipeArguments, parse_recipe, require_seeds
+from isda.experiments.commands.arguments import require_seeds
 from isda.experiments.commands.lambda_search import (
     Choice,
     Round,
@@ -16,6 +16,7 @@ from isda.experiments.commands.lambda_search import (
     side_record,
     train_sides,
 )
+from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import Task
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text

@@ -1,6 +1,6 @@
 """``isda train``: one recipe, one run per seed."""
 
-from isda.experiments.commands.arguments import RecipeArguments, parse_recipe
+from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import PlannedRuns
 from isda.experiments.records import summary
 from isda.experiments.training import loop
