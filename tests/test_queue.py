@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from isda.experiments.cli import TIME_UP, main
-from isda.experiments.commands.queue import read_queue
 from isda.experiments.commands.queue_forecast import Speeds, state_size
+from isda.experiments.commands.queue_lines import read_queue
 from isda.experiments.errors import RunError
 from isda.experiments.generators.synthetic_images import require_generators
 from isda.experiments.recipes import get_recipe

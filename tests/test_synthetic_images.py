@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isda.experiments.cli import main
-from isda.experiments.commands.queue import read_queue
+from isda.experiments.commands.queue_lines import read_queue
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import load_data
 from isda.experiments.errors import InputError

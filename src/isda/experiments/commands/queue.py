@@ -1,35 +1,31 @@
 """``isda queue``: train what a text file with one command per line needs, in this order.
 
-Every line starts with train, compare, search, calibrate or table; # starts a comment. Runs that
-are finished, in the folder of the runs or in that of the records, are skipped, others are started
-or resumed. So the command can be stopped or killed at any time and started again.
+Runs that are finished, in the folder of the runs or in that of the records, are skipped, others are
+started or resumed. So the command can be stopped or killed at any time and started again.
 """
 
-import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from isda.experiments.commands import calibrate, compare, search, table, train
 from isda.experiments.commands.arguments import parse
-from isda.experiments.commands.queue_forecast import Speeds, forecast, forecast_text
+from isda.experiments.commands.queue_forecast import forecast_text
+from isda.experiments.commands.queue_lines import Line, read_queue
 from isda.experiments.commands.queue_workers import Job, Workers
 from isda.experiments.commands.task import PlannedRuns, Task
-from isda.experiments.errors import InputError, TimeUp, unknown
-from isda.experiments.generators.synthetic_images import require_generators
+from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.records import load_runs, summary
 from isda.experiments.settings import Options
 from isda.experiments.training import loop
 from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
 from isda.experiments.training.images import kept_images
-from isda.experiments.training.start import records_of
 
-__all__ = ["Queue", "read_queue", "run"]
+__all__ = ["Queue", "run"]
 
 
 @dataclass(frozen=True)
@@ -58,35 +54,6 @@ class Queue:
     """How to run the training; options in a line take precedence. Runs are always resumed."""
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A command of a queue."""
-
-    place: str
-    """File and number of the line, for messages."""
-
-    text: str
-    """The command."""
-
-    task: Task
-    """What to train."""
-
-    @property
-    def title(self) -> str:
-        """Place and command."""
-        return f"{self.place}: {self.text}"
-
-
-_TASKS: dict[str, Callable[[list[str]], Task]] = {
-    "train": train.plan,
-    "compare": compare.plan,
-    "search": search.plan,
-    "calibrate": calibrate.plan,
-    "table": table.plan,
-}
-"""What a line trains, by its command."""
-
-
 def run(words: list[str]) -> None:
     """Train what is missing, line by line; an error in a line does not stop the others.
 
@@ -99,7 +66,7 @@ def run(words: list[str]) -> None:
         raise InputError("--address is that of a Ray cluster: use it with --engine ray")
     lines = read_queue(given.file, given.options)
     if given.dry_run:
-        print(_forecast(lines, given))
+        print(forecast_text(lines, given.results, given.options))
         return
     if given.engine == "ray":
         with Workers(given.address, given.options.device, given.options.processes) as workers:
@@ -111,52 +78,7 @@ def run(words: list[str]) -> None:
         raise InputError(f"{len(places)} of {len(lines)} lines failed: {', '.join(places)}")
 
 
-def read_queue(path: Path, options: Options) -> list[_Line]:
-    """Commands of a file.
-
-    Args:
-        path: text file.
-        options: how to run the training; options in a line take precedence.
-
-    Raises:
-        InputError: a line is not a valid command; names the line.
-    """
-    lines = []
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} must be text in UTF-8: {error}") from error
-    for number, text in enumerate(content.splitlines(), 1):
-        place = f"{path}:{number}"
-        try:
-            words = shlex.split(text, comments=True)
-            words = words[1:] if words[:1] == ["isda"] else words
-            if words:
-                lines.append(_Line(place, shlex.join(words), _task(words, options)))
-        except ValueError as error:  # InputError, or a quote that is not closed
-            raise InputError(f"{place}: {error}") from error
-    return lines
-
-
-def _task(words: list[str], options: Options) -> Task:
-    """What a line trains; always resumes, in the time of the command."""
-    command, *rest = words
-    if command not in _TASKS:
-        raise unknown("command of a queue", command, _TASKS)
-    try:
-        task = _TASKS[command](rest)
-    except SystemExit:
-        raise InputError("--help does not go into a queue") from None
-    own = {
-        option.name: getattr(task.options, option.name)
-        for option in fields(Options)
-        if getattr(task.options, option.name) != option.default
-    }
-    own |= {"resume": True, "minutes": options.minutes}
-    return task.with_options(options.changed(**own))
-
-
-def _work_through(lines: list[_Line], records: Path) -> list[str]:
+def _work_through(lines: list[Line], records: Path) -> list[str]:
     """Train in this process; returns the places of lines that failed."""
     failed = []
     with kept_images():  # lines with the same images load them once
@@ -171,23 +93,7 @@ def _work_through(lines: list[_Line], records: Path) -> list[str]:
     return failed
 
 
-def _forecast(lines: list[_Line], given: Queue) -> str:
-    """What is left to train, and which lines would fail, as text."""
-    found, problems, seen = [], [], set[tuple[str, int]]()
-    speeds = Speeds([given.results, given.options.out])
-    for line in lines:
-        options, plans = line.task.options, line.task.plans()
-        folders = options.out, given.results
-        found.append(forecast(line.place, line.text, plans, folders, speeds, seen))
-        missing = [plan.recipe for plan in plans if not records_of(plan, *folders)]
-        try:
-            require_generators(missing, options)
-        except InputError as error:
-            problems.append(f"{line.place} will fail: {error}")
-    return "\n".join([forecast_text(found, speeds.devices, given.options.minutes), *problems])
-
-
-def _spread(lines: list[_Line], records: Path, workers: Workers) -> list[str]:
+def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
     """Train on all workers; returns the places of lines that failed.
 
     First the runs of all lines, a run that two lines need once; then the lines that choose or fit
@@ -227,7 +133,7 @@ def _worker_groups(
         yield from (same[start : start + width] for start in range(0, len(same), width))
 
 
-def _job_of_runs(line: _Line, plans: Sequence[Plan], workers: Workers) -> Job:
+def _job_of_runs(line: Line, plans: Sequence[Plan], workers: Workers) -> Job:
     """The job to train runs of a line."""
     options = line.task.options
     folders = [options.out / plan.name / str(plan.seed) for plan in plans]
@@ -239,7 +145,7 @@ def _job_of_runs(line: _Line, plans: Sequence[Plan], workers: Workers) -> Job:
     )
 
 
-def _job_of_line(line: _Line, records: Path, workers: Workers) -> Job:
+def _job_of_line(line: Line, records: Path, workers: Workers) -> Job:
     """The job to train what is missing of a line."""
     options = partial(_worker_options, line.task.options, workers)
     return Job(
