@@ -148,31 +148,17 @@ COMPANIONS = ("cutout", "autoaugment", "dropout")
 """Techniques that ISDA is combined with in Tables 3 and 4."""
 
 
-def _steps(
-    epochs: int,
-    batch_size: int,
-    weight_decay: float,
-    learning_rate: float,
-    gamma: float,
-    *milestones: int,
-) -> dict[str, Any]:
-    return {
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "weight_decay": weight_decay,
-        "learning_rate": learning_rate,
-        "schedule": "step",
-        "gamma": gamma,
-        "milestones": milestones,
-    }
-
-
 # Appendix B, "Training configurations on CIFAR", row by row.
-_RESNET = _steps(160, 128, 1e-4, 0.1, 0.1, 80, 120)
-_SE_RESNET = _steps(200, 128, 1e-4, 0.1, 0.1, 80, 120, 160)
-_WIDE_RESNET = _steps(240, 128, 5e-4, 0.1, 0.2, 60, 120, 160, 200)
-_DENSENET = _steps(300, 64, 1e-4, 0.1, 0.1, 150, 200, 250)
-_RESNEXT = _steps(350, 128, 5e-4, 0.05, 0.1, 150, 225, 300)
+def _steps(*row: Any) -> dict[str, Any]:
+    names = ("epochs", "batch_size", "weight_decay", "learning_rate", "gamma", "milestones")
+    return {"schedule": "step", **dict(zip(names, row, strict=True))}
+
+
+_RESNET = _steps(160, 128, 1e-4, 0.1, 0.1, (80, 120))
+_SE_RESNET = _steps(200, 128, 1e-4, 0.1, 0.1, (80, 120, 160))
+_WIDE_RESNET = _steps(240, 128, 5e-4, 0.1, 0.2, (60, 120, 160, 200))
+_DENSENET = _steps(300, 64, 1e-4, 0.1, 0.1, (150, 200, 250))
+_RESNEXT = _steps(350, 128, 5e-4, 0.05, 0.1, (150, 225, 300))
 _SHAKE_SHAKE = {
     "epochs": 1800,
     "batch_size": 64,

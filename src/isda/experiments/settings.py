@@ -228,11 +228,16 @@ class Recipe:
             )
 
     @property
+    def has_image_files(self) -> bool:
+        """Whether the data set consists of image files."""
+        return self.data == "imagenet" or self.data.startswith("imagefolder:")
+
+    @property
     def augmentation(self) -> str:
         """The augmentations in words; those of image files are not a setting."""
         if self.freeze:
             return "none"
-        if self.data == "imagenet" or self.data.startswith("imagefolder:"):
+        if self.has_image_files:
             return "random crop, flip"
         return ", ".join(self.augment) or "none"
 

@@ -7,13 +7,13 @@ compared before and after temperature scaling.
 import contextlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from isda.experiments.calibration import load_calibration, save_calibration
-from isda.experiments.commands.lambda_search import held_out_images
+from isda.experiments.commands.lambda_search import with_hold_out
 from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import PlannedRuns, Task
 from isda.experiments.errors import InputError, TimeUp, unknown
@@ -45,7 +45,7 @@ class Calibrate(RecipeArguments, Task):
     (imagenet: 50,000), and the temperature is fitted on them."""
 
     def plans(self) -> list[Plan]:
-        held = replace(self.recipe, hold_out=held_out_images(self.recipe, self.options))
+        held = with_hold_out(self.recipe, self.options)
         recipes = {}
         for method in self.methods:
             start, recipe = self.start, held

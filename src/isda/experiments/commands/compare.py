@@ -20,8 +20,8 @@ from isda.experiments.commands.lambda_search import (
     choice_table,
     choose,
     halving,
-    held_out_images,
     side_record,
+    with_hold_out,
 )
 from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import PlannedRuns, Task
@@ -61,7 +61,7 @@ class Compare(RecipeArguments, Task):
 
     def plans(self) -> list[Plan]:
         candidates = checked_candidates(self.candidates, self.recipe)
-        held = replace(self.recipe, hold_out=held_out_images(self.recipe, self.options))
+        held = with_hold_out(self.recipe, self.options)
         plans = []
         for part in halving(len(candidates), self.recipe.epochs):
             tried = [replace(held, lambda_0=lambda_0).shortened(part.epochs)
@@ -88,20 +88,19 @@ class Compare(RecipeArguments, Task):
         """
         out = self.options.out
         candidates = checked_candidates(self.candidates, self.recipe)
-        hold_out = held_out_images(self.recipe, self.options)
+        held = replace(self, recipe=with_hold_out(self.recipe, self.options))
         rounds = halving(len(candidates), self.recipe.epochs)
         if not self.options.resume:  # find existing runs of the comparison now, not after hours
             for lambda_0 in candidates:
                 plans = self.with_lambda_0(lambda_0).plans()
                 require_free(out / plan.name / str(plan.seed) for plan in plans)
         if distributed.rank(None) == 0:
-            show(self._plan_words(candidates, hold_out, rounds))
-        held = replace(self, recipe=replace(self.recipe, hold_out=hold_out))
+            show(held._plan_words(candidates, rounds))
         best, choice = choose(held, candidates, rounds, records=records)
         planned = self.with_lambda_0(best)
         if choice is not None:
             record = {
-                "hold_out": hold_out,
+                "hold_out": held.recipe.hold_out,
                 "rounds": [
                     {"epochs": sides[0].recipe.epochs,
                      "candidates": [side_record(side, out) for side in sides]}
@@ -114,8 +113,9 @@ class Compare(RecipeArguments, Task):
             show(f"\n{choice_table(choice)}\n{_tie_words(choice)}")
         return planned, choice
 
-    def _plan_words(self, candidates: tuple[float, ...], hold_out: int, rounds: list[Round]) -> str:
+    def _plan_words(self, candidates: tuple[float, ...], rounds: list[Round]) -> str:
         """What will be trained, and how many epochs it takes."""
+        hold_out = self.recipe.hold_out
         few = f"; one of them is {100 / hold_out:.2g} points of error" if hold_out < 100 else ""
         lines = [f"λ₀ is chosen on {hold_out} training images, which are held out for it{few}:"]
         listed = " ".join(f"{lambda_0:g}" for lambda_0 in candidates)

@@ -35,14 +35,14 @@ __all__ = [
     "choice_table",
     "choose",
     "halving",
-    "held_out_images",
     "side_record",
     "train_sides",
+    "with_hold_out",
 ]
 
 _CANDIDATES = (0.1, 0.25, 0.5, 0.75, 1.0)  # these and the next: Section 4.1
 _IMAGENET_CANDIDATES = (1.0, 2.5, 5.0, 7.5, 10.0)
-_HELD_OUT = {"cifar10": 5_000, "cifar100": 5_000, "imagenet": 50_000}
+_HOLD_OUT = {"cifar10": 5_000, "cifar100": 5_000, "imagenet": 50_000}
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,16 @@ def checked_candidates(candidates: Sequence[float] | None, recipe: Recipe) -> tu
     return tuple(map(float, candidates))
 
 
-def held_out_images(recipe: Recipe, options: Options) -> int:
-    """Number of images to hold out: that of the recipe, else as in the paper.
+def with_hold_out(recipe: Recipe, options: Options) -> Recipe:
+    """The recipe with its ``hold_out``, or if that is 0 with as many images as in the paper.
 
     For other data sets it is a tenth of the training images, and at least one per class.
     """
-    if recipe.hold_out or recipe.data in _HELD_OUT:
-        return recipe.hold_out or _HELD_OUT[recipe.data]
-    data = load_images(recipe, options)
-    return max(len(data.train_target) // 10, data.num_classes)
+    number = recipe.hold_out or _HOLD_OUT.get(recipe.data, 0)
+    if not number:
+        data = load_images(recipe, options)
+        number = max(len(data.train_target) // 10, data.num_classes)
+    return replace(recipe, hold_out=number)
 
 
 def choose(

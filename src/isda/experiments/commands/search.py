@@ -12,9 +12,9 @@ from isda.experiments.commands.lambda_search import (
     checked_candidates,
     choice_table,
     choose,
-    held_out_images,
     side_record,
     train_sides,
+    with_hold_out,
 )
 from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import Task
@@ -61,7 +61,7 @@ class Search(RecipeArguments, Task):
 
     def plans(self) -> list[Plan]:
         candidates = checked_candidates(self.candidates, self.recipe)
-        held = self._held_out()
+        held = with_hold_out(self.recipe, self.options)
         tried = [replace(held, lambda_0=lambda_0) for lambda_0 in candidates]
         tried += [held.baseline()] * self.with_baseline
         usual = self._final(self.start.recipe.lambda_0)
@@ -87,7 +87,7 @@ class Search(RecipeArguments, Task):
             )
         candidates = checked_candidates(self.candidates, self.recipe)
         require_seeds("final_seeds", self.final_seeds)
-        held = replace(self, recipe=self._held_out())
+        held = replace(self, recipe=with_hold_out(self.recipe, self.options))
         out = self.options.out
         if not self.options.resume:  # find existing runs of the final training now, not after hours
             finals = [self.start.pair_name(self._final(lambda_0)) for lambda_0 in candidates]
@@ -111,10 +111,6 @@ class Search(RecipeArguments, Task):
         }
         write_text(result.record, json.dumps(record, indent=2) + "\n")
         return result
-
-    def _held_out(self) -> Recipe:
-        """The recipe of the candidates."""
-        return replace(self.recipe, hold_out=held_out_images(self.recipe, self.options))
 
     def _final(self, lambda_0: float) -> Recipe:
         """The recipe of the final runs, on all images."""

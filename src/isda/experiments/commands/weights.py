@@ -106,7 +106,7 @@ def model_card(run: Run, file: str, about: dict[str, Any]) -> str:
              for title, own, mean, digits in rows]  # fmt: skip
     options = _arguments(about, "num_classes", "in_channels", "drop_rate")
     imported = prepare = ""
-    if _is_folder(recipe.data):
+    if recipe.has_image_files:
         imported = "from isda.experiments.data.decoding import decode_center_crop\n"
         preparation = _arguments(about, "image_size", "interpolation", "test_crop")
         prepare = f"""
@@ -186,7 +186,7 @@ all that `isda train` needs to train it again.
 def _about(run: Run, state: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
     recipe = run.recipe
     kernels = (tensor for tensor in weights.values() if tensor.dim() == 4)
-    first = None if _is_folder(recipe.data) else next(kernels)
+    first = None if recipe.has_image_files else next(kernels)
     mean, std = _normalization(recipe)
     predictions = load_predictions(run)
     return {
@@ -218,11 +218,6 @@ def _normalization(recipe: Recipe) -> tuple[tuple[float, ...], tuple[float, ...]
     if recipe.data in ("cifar10", "cifar100"):
         return CIFAR_MEAN, CIFAR_STD
     return DecodedImages.mean, DecodedImages.std
-
-
-def _is_folder(data: str) -> bool:
-    """Whether a data set consists of image files."""
-    return data == "imagenet" or data.startswith("imagefolder:")
 
 
 def _arguments(about: dict[str, Any], *names: str) -> str:
