@@ -59,10 +59,10 @@ def name_of(recipe: Recipe) -> str:
 
 @dataclass(frozen=True)
 class Start:
-    """The recipe that another one was made from by changing fields; its runs are named after it."""
+    """A recipe before its fields are changed, for example by flags; runs are named after it."""
 
     recipe: Recipe
-    """The recipe before any field was changed."""
+    """The recipe."""
 
     name: str | None = None
     """Its name, if it is a recipe of the paper."""

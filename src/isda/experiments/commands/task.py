@@ -34,7 +34,7 @@ class Task(ABC):
         """
 
     def with_options(self, options: Options) -> "Task":
-        """The same task, trained in another way."""
+        """The same task with other options."""
         return replace(self, options=options)  # type: ignore[type-var]
 
 
