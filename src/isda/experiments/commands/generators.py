@@ -10,8 +10,6 @@ from isda.experiments.commands.arguments import parse, require_seeds
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.generators.gan_settings import GANS, GanSettings, get_gan
 from isda.experiments.generators.inversion_settings import InversionSettings
-from isda.experiments.generators.trained_classifier import load_classifier
-from isda.experiments.generators.trained_generator import load_generator
 from isda.experiments.report.pictures_of_features import (
     inversion_table,
     neighbours_table,
@@ -187,6 +185,8 @@ def gan(words: list[str]) -> None:
 
 def _measure(words: list[str]) -> None:
     from isda.experiments.generators.gan_quality import measure_gan
+    from isda.experiments.generators.trained_classifier import load_classifier
+    from isda.experiments.generators.trained_generator import load_generator
 
     given = parse(Measure, "gan measure", words, description="Measure a trained GAN.")
     require_seeds("seed", (given.seed,))
@@ -203,6 +203,8 @@ def _measure(words: list[str]) -> None:
 def invert(words: list[str]) -> None:
     """Show augmented features as pictures of a generator (Appendix C)."""
     from isda.experiments.generators.inversion import show_inversion
+    from isda.experiments.generators.trained_classifier import load_classifier
+    from isda.experiments.generators.trained_generator import load_generator
 
     given = parse(Invert, "invert", words)
     require_seeds("seed", (given.seed,))
@@ -231,6 +233,7 @@ def invert(words: list[str]) -> None:
 def neighbours(words: list[str]) -> None:
     """Show the training images nearest to augmented features."""
     from isda.experiments.generators.neighbours import show_neighbours
+    from isda.experiments.generators.trained_classifier import load_classifier
 
     given = parse(Neighbours, "neighbours", words)
     require_seeds("seed", (given.seed,))
