@@ -35,7 +35,7 @@ from isda.experiments.data.decoding import in_threads
 from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import OWN_IMAGES
+from isda.experiments.own_images import OWN_IMAGES
 from isda.experiments.settings import Recipe
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment

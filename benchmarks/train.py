@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-from isda.experiments.cost import multiply_adds
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import get_recipe
 from isda.experiments.settings import Recipe
+from isda.experiments.theoretical_cost import multiply_adds
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
 from isda.experiments.training.side_by_side import SideBySide

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from test_search import Trainer
 
-from isda.experiments import search as module
 from isda.experiments.cli import main
+from isda.experiments.commands import compare
+from isda.experiments.commands.lambda_search import halving
 from isda.experiments.errors import RunsFailed
-from isda.experiments.plans import AutoComparison, plan_compare
 from isda.experiments.recipes import RECIPES
 from isda.experiments.records import Run, load_runs
-from isda.experiments.search import halving
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop
 from isda.experiments.training.loop import Plan, train
@@ -32,7 +31,6 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     def install(error: Callable[[Recipe, int], float]) -> Trainer:
         stand_in = Trainer(error)
-        monkeypatch.setattr(module, "train", stand_in)
         monkeypatch.setattr(loop, "train", stand_in)
         return stand_in
 
@@ -124,7 +122,9 @@ def test_an_interrupted_search_resumes(
     words += ["--seeds", "0"]
 
     def killed(plans: Sequence[Plan], options: Options) -> list[Run]:
-        raise KeyboardInterrupt
+        if not plans[0].recipe.hold_out:
+            raise KeyboardInterrupt
+        return train(plans, options)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train", killed)
@@ -136,7 +136,7 @@ def test_an_interrupted_search_resumes(
     trained: list[Plan] = []
 
     def noted(plans: Sequence[Plan], options: Options) -> list[Run]:
-        trained.extend(plans)
+        trained.extend(plan for plan in plans if not plan.recipe.hold_out)
         return train(plans, options)
 
     monkeypatch.setattr(loop, "train", noted)
@@ -161,7 +161,7 @@ def test_a_candidate_that_fails_is_left_out(
             raise RunsFailed(["it diverged"], runs, len(plans))
         return runs
 
-    monkeypatch.setattr(module, "train", call)
+    monkeypatch.setattr(loop, "train", call)
     assert main(["compare", "--lambda-0", "auto"]) == 0
     assert "0.75" in re.search(r"^.*chosen$", capsys.readouterr().out, re.MULTILINE)[0]
 
@@ -191,6 +191,6 @@ def test_input_errors(words: list[str], message: str, capsys: pytest.CaptureFixt
 
 
 def test_other_flags_are_kept() -> None:
-    task = plan_compare(["--seeds", "3", "--lambda_0", "auto", "--epochs", "7"])
-    assert isinstance(task, AutoComparison)
+    task = compare.plan(["--seeds", "3", "--lambda_0", "auto", "--epochs", "7"])
+    assert isinstance(task, compare.Compare)
     assert (task.seeds, task.recipe.epochs, task.candidates) == ((3,), 7, None)

@@ -11,7 +11,6 @@ import torch
 from scipy.optimize import minimize_scalar
 from torch.nn import functional as F
 
-from isda.experiments.calibrate import LIMITS, fit_temperature
 from isda.experiments.calibration import load_calibration
 from isda.experiments.cli import TIME_UP, main
 from isda.experiments.data.arrays import load_data, normalize
@@ -19,6 +18,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.networks import create_network
 from isda.experiments.records import export, load_runs
 from isda.experiments.report.blocks import BLOCKS
+from isda.experiments.temperature import LIMITS, fit_temperature
 from isda.experiments.training import loop
 
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "500", "--device", "cpu"]

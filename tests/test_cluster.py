@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from isda.experiments import cluster, queue
 from isda.experiments.cli import main
-from isda.experiments.cluster import Task, Workers
+from isda.experiments.commands import queue, queue_workers
+from isda.experiments.commands.queue_workers import Job, Workers
 from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import load_runs, summary
@@ -124,7 +124,7 @@ def fake_ray(started: list[Any], lost: Callable[[], bool] = lambda: False) -> Si
 
     class Handle:
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            worker = cluster._Worker(*arguments, **{**options, "one_thread": False})
+            worker = queue_workers._Worker(*arguments, **{**options, "one_thread": False})
             self.ready, self.run = Method(worker.ready), Method(worker.run)
             started.append(self)
 
@@ -153,25 +153,25 @@ def fail(message: str, kind: type[Exception]) -> None:
     raise kind(message)
 
 
-def task(name: str, work: Callable[[], None]) -> Task:
-    return Task(name, lambda: work)
+def job(name: str, work: Callable[[], None]) -> Job:
+    return Job(name, lambda: work)
 
 
 def test_errors_and_the_time_limit(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(cluster, "import_module", lambda name: fake_ray(started))
+    monkeypatch.setattr(queue_workers, "import_module", lambda name: fake_ray(started))
     ran: list[str] = []
     with Workers(None, "auto", 1) as workers:
         assert (workers.device, workers.number) == ("cpu", 2)
         wrong, broken = (
-            task("wrong", lambda: fail("no such data", InputError)),
-            task("broken", lambda: fail("a bug", KeyError)),
+            job("wrong", lambda: fail("no such data", InputError)),
+            job("broken", lambda: fail("a bug", KeyError)),
         )
-        good = task("good", lambda: ran.append("good"))
+        good = job("good", lambda: ran.append("good"))
         found = workers.run([wrong, broken, good])
         assert found == [(wrong, "no such data"), (broken, "KeyError: 'a bug'")]
         assert ran == ["good"]
-        late = task("late", lambda: fail("time limit of 1 min reached", TimeUp))
+        late = job("late", lambda: fail("time limit of 1 min reached", TimeUp))
         with pytest.raises(TimeUp, match="time limit of 1 min"):
             workers.run([late, *[good] * 5])
         assert len(ran) < 6  # nothing was started after the first
@@ -183,20 +183,20 @@ def test_a_task_that_loses_every_worker(monkeypatch: pytest.MonkeyPatch, capsys)
     calls = iter([False, True, False, True, False, True, False, False])  # ready, run, ready, …
     started: list[Any] = []
     monkeypatch.setattr(
-        cluster, "import_module", lambda name: fake_ray(started, lambda: next(calls))
+        queue_workers, "import_module", lambda name: fake_ray(started, lambda: next(calls))
     )
     with Workers(None, "cpu", 1) as workers:
-        poison = task("poison", lambda: None)
+        poison = job("poison", lambda: None)
         assert workers.run([poison]) == [(poison, "lost 3 workers, perhaps for lack of memory")]
     assert capsys.readouterr().err.count("poison: a worker was lost, another one continues") == 2
     assert len(started) == 4
 
 
 def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "import_module", lambda name: fake_ray([], lambda: True))
+    monkeypatch.setattr(queue_workers, "import_module", lambda name: fake_ray([], lambda: True))
     workers = Workers(None, "cpu", 2)
     with pytest.raises(InputError, match="no worker can be started: it died"):
-        workers.run([task("any", lambda: None)] * 2)
+        workers.run([job("any", lambda: None)] * 2)
 
 
 def test_shares_of_the_workers() -> None:
@@ -219,6 +219,6 @@ def test_shares_of_the_workers() -> None:
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "import_module", lambda name: fail(name, ImportError))
+    monkeypatch.setattr(queue_workers, "import_module", lambda name: fail(name, ImportError))
     with pytest.raises(InputError, match=r"--engine ray needs the package ray: pip install"):
         Workers(None, "auto", 1)

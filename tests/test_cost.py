@@ -18,7 +18,6 @@ from torchvision import models
 from isda import ISDALoss
 from isda.covariance import DiagonalCovariance, FullCovariance
 from isda.experiments.cli import run as run_command
-from isda.experiments.cost import multiply_adds, theoretical_cost
 from isda.experiments.cost_records import (
     CASES,
     MeasuredCost,
@@ -32,6 +31,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.losses.baselines import CrossEntropyLoss
 from isda.experiments.published import COST
 from isda.experiments.recipes import get_recipe
+from isda.experiments.theoretical_cost import multiply_adds, theoretical_cost
 from isda.experiments.training import step_cost
 from isda.experiments.training.environment import environment
 from isda.experiments.training.memory import peak_host_memory

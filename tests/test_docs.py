@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import importlib
 import importlib.util
 import json
 import re
@@ -19,9 +20,9 @@ import torch
 from programs import run_program
 
 import isda
+from isda.experiments.commands import train as train_command
 from isda.experiments.cost_records import read_costs
 from isda.experiments.errors import InputError
-from isda.experiments.plans import plan_train
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import DEFAULT, RECIPES
 from isda.experiments.records import load_runs
@@ -98,15 +99,17 @@ def test_commands_exist(page: Path) -> None:
     """Every ``isda`` command names an existing command, recipe and flag."""
     import dataclasses
 
-    from isda.experiments import arguments
-    from isda.experiments.generators import generator_arguments
+    from isda.experiments.commands.generators import Measure
+    from isda.experiments.commands.recipe_arguments import RecipeArguments
     from isda.experiments.generators.gan_settings import GanSettings
     from isda.experiments.generators.inversion_settings import InversionSettings
     from isda.experiments.settings import Options, Recipe
 
-    owners_of = {**vars(arguments), **vars(generator_arguments)}
-    kinds = {name: owners_of.get(f"{name.capitalize()}Arguments") for name in COMMANDS}
-    kinds["compare"] = arguments.TrainArguments
+    kinds: dict[str, Any] = {"train": RecipeArguments}
+    for name in COMMANDS.keys() - kinds:
+        file = "generators" if name in ("gan", "invert", "neighbours") else name
+        module = importlib.import_module(f"isda.experiments.commands.{file}")
+        kinds[name] = getattr(module, name.capitalize())
     text = page.read_text()
     code = [block for language, block in blocks(page) if language in ("sh", "bash")]
     code += re.findall(r"`(isda [a-z]+[^`]*)`", text)
@@ -122,8 +125,8 @@ def test_commands_exist(page: Path) -> None:
         if command == "invert":
             owners.append(InversionSettings)
         if command == "gan":
-            owners = [kinds[command], GanSettings, generator_arguments.MeasureArguments]
-        known = {f.name for kind in owners if kind is not None for f in dataclasses.fields(kind)}
+            owners = [kinds[command], GanSettings, Measure]
+        known = {f.name for kind in owners for f in dataclasses.fields(kind)}
         for flag in re.findall(r"--(?:no-)?([a-z0-9-]+)", line.partition(" #")[0]):
             assert flag.replace("-", "_") in known | {"help"}, line
 
@@ -270,7 +273,7 @@ def test_commands_train_the_runs_of_the_records(records) -> None:
     for line in BLOCKS["times"](records, "").splitlines()[2:]:
         isda, train, *words = shlex.split(line.split("`")[1])
         assert (isda, train) == ("isda", "train")
-        plans = plan_train(words).plans()
+        plans = train_command.plan(words).plans()
         shown |= {(plan.name, plan.seed): plan.recipe for plan in plans}
         folders = [ROOT / "results" / plan.name / str(plan.seed) for plan in plans]
         texts = [(folder / "metrics.jsonl").read_text() for folder in folders]

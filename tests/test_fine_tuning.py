@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from isda.experiments.cli import main
+from isda.experiments.commands import compare, train
+from isda.experiments.commands.task import PlannedRuns
 from isda.experiments.data import decoding, folder_cache
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
 from isda.experiments.data.decoding import decode_center_crop
@@ -28,12 +30,11 @@ from isda.experiments.data.features import FeatureArrays
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.networks import Network, create_network, find_weights, own_preprocessing
 from isda.experiments.networks.pretrained import read_tensors
-from isda.experiments.plans import Planned, plan_compare, plan_train
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import images as images_module
+from isda.experiments.training import loop
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.images import ImageStore
-from isda.experiments.training.loop import train
 from isda.experiments.training.training_step import Lane
 
 CPU = torch.device("cpu")
@@ -298,7 +299,7 @@ def test_test_images_are_those_of_the_model_s_own_transform(
 
 
 def planned(*words: str) -> tuple[str, Recipe]:
-    found = plan_train(["--data", "imagefolder:photos", "--device", "cpu", *words])
+    found = train.plan(["--data", "imagefolder:photos", "--device", "cpu", *words])
     ((name, recipe),) = found.recipes.items()
     return name, recipe
 
@@ -348,15 +349,15 @@ def test_weights_and_freeze_imply_pretrained() -> None:
 
 def test_a_comparison_has_the_same_training_on_both_sides() -> None:
     words = ["--data", "imagefolder:photos", "--network", VIT, "--pretrained", "--device", "cpu"]
-    found = plan_compare(words)
-    assert isinstance(found, Planned)
+    found = compare.plan(words)
+    assert isinstance(found, PlannedRuns)
     baseline, isda = found.recipes.values()
     assert isda.baseline() == baseline
     assert list(found.recipes) == [f"photos-timm_test_vit_pretrained-{m}" for m in ("ce", "isda")]
 
 
 def test_precision_of_own_images_on_a_gpu() -> None:
-    on_gpu = plan_train(["--data", "imagefolder:photos", "--device", "cuda"]).recipes.values()
+    on_gpu = train.plan(["--data", "imagefolder:photos", "--device", "cuda"]).recipes.values()
     assert [recipe.precision for recipe in on_gpu] == ["bf16"]
     assert planned()[1].precision == "fp32"
 
@@ -390,7 +391,7 @@ def test_a_run_says_what_it_started_from_and_resumes(
     weights = weights_of(RESNET, tmp_path)
     recipe = (fine_tuned if kind == "whole" else frozen)(photos, weights)
     plan, options = Plan("photos", recipe, 0), Options(device="cpu", checkpoint_seconds=0)
-    (whole,) = train([plan], replace(options, out=tmp_path / "whole"), progress=False)
+    (whole,) = loop.train([plan], replace(options, out=tmp_path / "whole"), progress=False)
     assert "(SHA-256" in whole.pretrained
     assert whole.pretrained.endswith("tensors; not loaded: fc.weight, fc.bias")
     assert str(weights) in whole.pretrained
@@ -413,8 +414,8 @@ def test_a_run_says_what_it_started_from_and_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(Lane, "step", crashing)
         with pytest.raises(Crash):
-            train([plan], half, progress=False)
-    (resumed,) = train([plan], half.changed(resume=True), progress=False)
+            loop.train([plan], half, progress=False)
+    (resumed,) = loop.train([plan], half.changed(resume=True), progress=False)
     assert without_times(resumed) == without_times(whole)
     states = [run.load() for run in (whole, resumed)]
     for name, value in states[0]["network"].items():
@@ -542,10 +543,10 @@ def test_weights_that_have_changed_are_refused(kind: str, photos: Path, tmp_path
     weights = weights_of(RESNET, tmp_path)
     plan = Plan("photos", (fine_tuned if kind == "whole" else frozen)(photos, weights), 0)
     options = Options(device="cpu", out=tmp_path / "runs")
-    train([plan], options, progress=False)
+    loop.train([plan], options, progress=False)
     save_file(model_of(RESNET, seed=1).state_dict(), weights)
     with pytest.raises(RunError, match=r"photos.0 was started from weights .*: restore the file"):
-        train([plan], options.changed(resume=True), progress=False)
+        loop.train([plan], options.changed(resume=True), progress=False)
 
 
 def test_unreadable_images_of_a_frozen_network(photos: Path, tmp_path: Path) -> None:
@@ -567,7 +568,9 @@ def test_frozen_network_on_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("isda.experiments.training.images.load_data", lambda *_, **__: arrays)
     recipe = replace(frozen(Path("x"), weights_of(RESNET, tmp_path)), data="cifar10",
                      images_per_class=2)  # fmt: skip
-    (run,) = train([Plan("cifar", recipe, 0)], Options(device="cpu", out=tmp_path), progress=False)
+    (run,) = loop.train(
+        [Plan("cifar", recipe, 0)], Options(device="cpu", out=tmp_path), progress=False
+    )
     assert len(run.metrics()) == 4
 
 
@@ -577,7 +580,9 @@ def test_images_that_do_not_fit_are_refused_before_there_are_folders(
     _, recipe = planned("--network", VIT, "--weights", str(weights_of(VIT, tmp_path)), "--freeze")
     recipe = replace(recipe, data=f"imagefolder:{photos}", image_size=30)
     with pytest.raises(InputError, match="timm:test_vit does not accept 30 x 30 images"):
-        train([Plan("a", recipe, 0)], Options(device="cpu", out=tmp_path / "runs"), progress=False)
+        loop.train(
+            [Plan("a", recipe, 0)], Options(device="cpu", out=tmp_path / "runs"), progress=False
+        )
     assert not (tmp_path / "runs").exists()
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import OWN_IMAGES, RECIPES
+from isda.experiments.own_images import OWN_IMAGES
+from isda.experiments.recipes import RECIPES
 from isda.experiments.settings import Recipe
 from isda.experiments.training.training_step import Lane
 

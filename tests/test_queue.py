@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from isda.experiments.cli import TIME_UP, main
+from isda.experiments.commands.queue_forecast import Speeds, state_size
+from isda.experiments.commands.queue_lines import read_queue
 from isda.experiments.errors import RunError
-from isda.experiments.forecast import Speeds, expected_plans, state_size
 from isda.experiments.generators.synthetic_images import require_generators
-from isda.experiments.queue import read_queue
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import export, load_runs, summary
 from isda.experiments.settings import Options
@@ -160,8 +160,8 @@ def test_a_file_with_a_byte_order_mark(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_every_line_of_the_evidence() -> None:
     """The queue at the root of the repository can be read, and needs no trained generators."""
-    lines = read_queue(Path(__file__).parents[1] / "evidence.queue")
-    plans = [expected_plans(line.task, line.task.options) for line in lines]
+    lines = read_queue(Path(__file__).parents[1] / "evidence.queue", Options())
+    plans = [line.task.plans() for line in lines]
     assert all(plans)
     require_generators((plan.recipe for line in plans for plan in line), Options())
 

@@ -20,14 +20,15 @@ import pytest
 import torch
 from forks import START_METHOD
 
-from isda.experiments import search as module
 from isda.experiments.cli import run as run_command
+from isda.experiments.commands import lambda_search
+from isda.experiments.commands.search import Search, SearchResult
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError
-from isda.experiments.recipes import RECIPES
+from isda.experiments.recipes import RECIPES, Start
 from isda.experiments.records import Run, load_runs
-from isda.experiments.search import search
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training import loop
 from isda.experiments.training.loop import Plan, train
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.training_step import Lane
@@ -42,6 +43,10 @@ QUICK += ["--candidates", "0.25", "1", "--final-seeds", "3"]
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def search(recipe: Recipe, name: str | None = None, **given: Any) -> SearchResult | None:
+    return Search(recipe, Start(RECIPES.get(name or "", recipe), name), **given).search()
 
 
 class Trainer:
@@ -77,7 +82,7 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     def install(error: Callable[[Recipe, int], float]) -> Trainer:
         stand_in = Trainer(error)
-        monkeypatch.setattr(module, "train", stand_in)
+        monkeypatch.setattr(loop, "train", stand_in)
         return stand_in
 
     return install
@@ -98,8 +103,8 @@ def test_the_lowest_mean_error_is_chosen(trainer: Callable[..., Trainer]) -> Non
         else 30 * recipe.lambda_0 + seed
     )  # fmt: skip
     result = search(
-        DIGITS, "digits-resnet8-isda", candidates=(0.1, 0.25, 0.5), seeds=(0, 1),
-        final_seeds=(4, 2), hold_out=100,
+        replace(DIGITS, hold_out=100), "digits-resnet8-isda", candidates=(0.1, 0.25, 0.5),
+        seeds=(0, 1), final_seeds=(4, 2),
     )  # fmt: skip
     assert result is not None
     first, second = stand_in.calls  # every candidate in one call: side by side
@@ -107,9 +112,9 @@ def test_the_lowest_mean_error_is_chosen(trainer: Callable[..., Trainer]) -> Non
     assert fields(second) == [(0.25, 0, 4), (0.25, 0, 2)]
     same = replace(DIGITS, lambda_0=0.25, hold_out=0)
     assert all(replace(plan.recipe, lambda_0=0.25, hold_out=0) == same for plan in first + second)
-    assert result.chosen.recipe.lambda_0 == 0.25
-    assert [trial.error.mean for trial in result.trials] == pytest.approx([8.5, 6, 8])
-    assert result.trials[1].error.std == pytest.approx(2**0.5)
+    assert result.choice.chosen.recipe.lambda_0 == 0.25
+    assert [side.error.mean for side in result.choice.rounds[-1]] == pytest.approx([8.5, 6, 8])
+    assert result.choice.rounds[-1][1].error.std == pytest.approx(2**0.5)
     assert result.final.errors == pytest.approx({4: 11.5, 2: 9.5})
     assert result.final.error.mean == pytest.approx(10.5)
 
@@ -132,7 +137,7 @@ def test_of_equal_errors_the_smaller_is_chosen(
     trainer(lambda recipe, _: errors[recipe.lambda_0])
     result = search(DIGITS, candidates=candidates)
     assert result is not None
-    assert result.chosen.recipe.lambda_0 == result.final.recipe.lambda_0 == 0.25
+    assert result.choice.chosen.recipe.lambda_0 == result.final.recipe.lambda_0 == 0.25
 
 
 def test_the_baseline_is_shown_and_not_chosen(
@@ -194,7 +199,7 @@ def test_few_images_of_many_classes(
     arrays = load_data("digits")
     assert isinstance(arrays, ImageArrays)
     few = replace(arrays, train_target=arrays.train_target[:60])
-    monkeypatch.setattr(module, "load_images", lambda *_, **__: few)
+    monkeypatch.setattr(lambda_search, "load_images", lambda *_, **__: few)
     stand_in = trainer(lambda *_: 1.0)
     search(DIGITS)
     assert stand_in.calls[0][0].recipe.hold_out == 10
@@ -264,11 +269,6 @@ def test_mistakes(arguments: list[str], message: str) -> None:
     assert not Path("runs").exists()
 
 
-def test_no_image_held_out() -> None:
-    with pytest.raises(InputError, match="hold_out must be >= 1, got 0"):
-        search(DIGITS, hold_out=0)
-
-
 def test_help_shows_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
@@ -300,9 +300,9 @@ def test_an_unfinished_run_has_no_result(monkeypatch: pytest.MonkeyPatch) -> Non
     def nothing(plans: Sequence[Plan], options: Options) -> list[Run]:
         return [RunFolder.create(options.out, plan.name, plan.recipe, plan.seed) for plan in plans]
 
-    monkeypatch.setattr(module, "train", nothing)
+    monkeypatch.setattr(loop, "train", nothing)
     with pytest.raises(InputError, match="no finished run of"):
-        search(DIGITS, hold_out=9)
+        search(replace(DIGITS, hold_out=9))
 
 
 def contents() -> dict[str, Any]:
@@ -332,7 +332,7 @@ def test_a_search_on_digits_resumes_after_a_kill(
     seen: list[tuple[Recipe, ImageArrays]] = []
     monkeypatch.setattr("isda.experiments.training.loop.Lane", SpiedLane)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "train", killed)
+        patch.setattr(loop, "train", killed)
         with pytest.raises(KeyboardInterrupt):
             main(QUICK)
     assert capsys.readouterr().out == ""
@@ -400,13 +400,12 @@ def search_as_rank(rank: int, port: int) -> None:
             file.writelines(f"{plan}\n" for plan in plans)
         return train(plans, options)
 
-    module.train = noted  # this process is used for nothing else
+    loop.train = noted  # this process is used for nothing else
     # nothing is learned, so all candidates tie: the smallest wins
     result = search(
-        replace(DIGITS, epochs=2, batch_size=128, learning_rate=1e-12),
+        replace(DIGITS, epochs=2, batch_size=128, learning_rate=1e-12, hold_out=1200),
         candidates=(1.0, 0.5),
         final_seeds=(0,),
-        hold_out=1200,
         options=Options(device="cpu"),
     )
     assert (result is None) == (rank == 1)  # rank 0 writes

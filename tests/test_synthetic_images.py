@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from isda.experiments.cli import main
+from isda.experiments.commands.queue_lines import read_queue
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import load_data
 from isda.experiments.errors import InputError
@@ -15,8 +16,7 @@ from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_training import train_gan
 from isda.experiments.generators.synthetic_images import SyntheticImages, generator_of
 from isda.experiments.generators.trained_generator import load_generator
-from isda.experiments.queue import read_queue
-from isda.experiments.recipes import get_recipe, name_of, run_name
+from isda.experiments.recipes import Start, get_recipe, name_of
 from isda.experiments.records import Run, summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import same_steps
@@ -142,7 +142,7 @@ def test_a_generator_of_other_images_is_refused(generators, device, tmp_path) ->
 
 
 def test_the_queue_of_table_4() -> None:
-    (line,) = read_queue(Path(__file__).parents[1] / "generators.queue")
+    (line,) = read_queue(Path(__file__).parents[1] / "generators.queue", Options())
     plans = line.task.plans()
     gans = [plan.recipe for plan in plans if plan.recipe.generator != "none"]
     assert [recipe.generator for recipe in gans] == ["wgan", "cgan", "acgan", "infogan"]
@@ -152,6 +152,8 @@ def test_the_queue_of_table_4() -> None:
 
 def test_names() -> None:
     assert name_of(RECIPE) == "digits-resnet8-acgan"
-    assert run_name(RECIPE, START, "digits-resnet8-ce").startswith(
-        "digits-resnet8-ce+generator=acgan+synthetic=0.1666"
+    assert (
+        Start(START, "digits-resnet8-ce")
+        .run_name(RECIPE)
+        .startswith("digits-resnet8-ce+generator=acgan+synthetic=0.1666")
     )

@@ -1,7 +1,7 @@
 """Records of calibrated runs, ``calibration.json`` beside the metrics of a run, and their table.
 
 The temperature T is fitted on training images that were held out; the test images are evaluated
-with the logits as they are, and divided by T. See :mod:`isda.experiments.calibrate`.
+with the logits as they are, and divided by T. See :mod:`isda.experiments.temperature`.
 """
 
 import dataclasses

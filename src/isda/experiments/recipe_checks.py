@@ -1,8 +1,8 @@
-"""Checks of recipes and seeds, and how two recipes differ."""
+"""Checks of recipes, and how two recipes differ."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isda.experiments.errors import InputError
@@ -15,72 +15,55 @@ __all__ = [
     "require",
     "require_fine_tuning",
     "require_method",
-    "require_seeds",
 ]
 
 
-def require(holds: bool, field: str, value: object, expectation: str) -> None:
-    """Raise InputError unless a condition on a field holds."""
+def require(settings: object, field: str, holds: bool, expectation: str) -> None:
+    """Raise InputError with the value of a field unless a condition on it holds."""
     if not holds:
-        raise InputError(f"{field} must be {expectation}, got {value!r}")
+        raise InputError(f"{field} must be {expectation}, got {getattr(settings, field)!r}")
 
 
 def require_fine_tuning(recipe: "Recipe") -> None:
     """Raise InputError unless optimizer, pretrained weights and normalisation fit together."""
-    require(recipe.warmup <= recipe.epochs, "warmup", recipe.warmup, f"<= epochs, {recipe.epochs}")
-    require(
-        recipe.optimizer == "sgd" or not recipe.nesterov,
-        "nesterov",
-        recipe.nesterov,
-        "False with optimizer adamw: use --no-nesterov",
-    )
-    require(
-        not recipe.pretrained or ":" in recipe.network,
+    check = partial(require, recipe)
+    check("warmup", recipe.warmup <= recipe.epochs, f"<= epochs, {recipe.epochs}")
+    momentum = recipe.optimizer == "sgd" or not recipe.nesterov
+    check("nesterov", momentum, "False with optimizer adamw: use --no-nesterov")
+    check(
         "network",
-        recipe.network,
+        not recipe.pretrained or ":" in recipe.network,
         "timm:NAME, torchvision:NAME or MODULE:FUNCTION with pretrained",
     )
-    require(recipe.pretrained or not recipe.weights, "weights", recipe.weights,
-            "empty without pretrained: use --pretrained")  # fmt: skip
-    require(recipe.pretrained or not recipe.freeze, "freeze", recipe.freeze,
-            "False without pretrained: use --pretrained")  # fmt: skip
-    require(
-        not recipe.freeze or recipe.head_rate == 1,
-        "head_rate",
-        recipe.head_rate,
-        "1 with freeze, which trains the head alone: set learning_rate",
-    )
-    require(
-        not (recipe.freeze and recipe.augment),
-        "augment",
-        recipe.augment,
-        "empty with freeze, whose features are computed once",
-    )
+    without = "without pretrained: use --pretrained"
+    check("weights", recipe.pretrained or not recipe.weights, f"empty {without}")
+    check("freeze", recipe.pretrained or not recipe.freeze, f"False {without}")
+    if recipe.freeze:
+        alone = "1 with freeze, which trains the head alone: set learning_rate"
+        check("head_rate", recipe.head_rate == 1, alone)
+        once = "empty with freeze, whose features are computed once"
+        check("augment", not recipe.augment, once)
     mean, std = recipe.mean, recipe.std
-    require(len(mean) == len(std), "std", std, f"of the length of mean, {len(mean)}")
-    require(all(map(math.isfinite, mean)), "mean", mean, "finite")
-    require(all(0 < value < math.inf for value in std), "std", std, "> 0")
+    check("std", len(mean) == len(std), f"of the length of mean, {len(mean)}")
+    check("mean", all(map(math.isfinite, mean)), "finite")
+    check("std", all(0 < value < math.inf for value in std), "> 0")
 
 
 def require_method(recipe: "Recipe") -> None:
     """Raise InputError for settings of a method or generator that the recipe does not use."""
-    require(
-        recipe.method == "isda" or recipe.lambda_0 == 0,
-        "lambda_0",
-        recipe.lambda_0,
-        f"0 with method {recipe.method}",
-    )
-    require(
-        (recipe.method == "disturb_label") == (recipe.noise_rate > 0),
+    check = partial(require, recipe)
+    unused = recipe.method == "isda" or recipe.lambda_0 == 0
+    check("lambda_0", unused, f"0 with method {recipe.method}")
+    check(
         "noise_rate",
-        recipe.noise_rate,
+        (recipe.method == "disturb_label") == (recipe.noise_rate > 0),
         "> 0 with method disturb_label and 0 with any other",
     )
-    require(
-        (recipe.generator == "none") == (recipe.synthetic == 0),
+    expected = "0" if recipe.generator == "none" else "> 0"
+    check(
         "synthetic",
-        recipe.synthetic,
-        f"{'0' if recipe.generator == 'none' else '> 0'} with generator {recipe.generator}",
+        (recipe.generator == "none") == (recipe.synthetic == 0),
+        f"{expected} with generator {recipe.generator}",
     )
 
 
@@ -91,10 +74,3 @@ def differing_fields(one: "Recipe", other: "Recipe") -> dict[str, tuple[Any, Any
         for field in dataclasses.fields(one)
     }
     return {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def require_seeds(argument: str, seeds: Sequence[int]) -> None:
-    """Raise InputError unless there are seeds, all different, that fit into 32 bits."""
-    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
-        listed = " ".join(map(str, seeds)) or "none"
-        raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")

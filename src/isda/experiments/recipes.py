@@ -7,7 +7,7 @@ the code, and the choice is a field: ``milestones``, ``cosine_offset``, ``ramp``
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -18,15 +18,12 @@ from isda.experiments.settings import GanName, Method, Recipe
 __all__ = [
     "COMPANIONS",
     "DEFAULT",
-    "OWN_IMAGES",
     "RECIPES",
+    "Start",
     "baseline_of",
-    "fine_tuning",
     "flags",
     "get_recipe",
     "name_of",
-    "pair_name",
-    "run_name",
     "train_command",
     "with_method",
 ]
@@ -60,32 +57,38 @@ def name_of(recipe: Recipe) -> str:
     return "-".join(parts)
 
 
-def run_name(recipe: Recipe, start: Recipe, start_name: str | None = None) -> str:
-    """Name of a run: the name of the original recipe and every field that was changed.
+@dataclass(frozen=True)
+class Start:
+    """A recipe before its fields are changed, for example by flags; runs are named after it."""
 
-    >>> start = get_recipe("digits-resnet8-isda")
-    >>> run_name(replace(start, lambda_0=1.0), start, "digits-resnet8-isda")
-    'digits-resnet8-isda+lambda_0=1.0'
+    recipe: Recipe
+    """The recipe."""
 
-    Args:
-        recipe: recipe of the run.
-        start: recipe before any field was changed.
-        start_name: name of ``start``; by default ``name_of(start)``.
-    """
-    moved = replace(start, data=recipe.data, network=recipe.network)
-    name = start_name or name_of(moved)
-    changes = [
-        f"+{field}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
-        for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
-    ]
-    return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+    name: str | None = None
+    """Its name, if it is a recipe of the paper."""
 
+    def run_name(self, recipe: Recipe) -> str:
+        """Name of the runs of a recipe: the name of this one and every field that was changed.
 
-def pair_name(start: Recipe, start_name: str | None, recipe: Recipe) -> str:
-    """Name of a run of ISDA or of its baseline, both made from a recipe of ISDA, ``start``."""
-    if recipe.method == "isda":
-        return run_name(recipe, start, start_name)
-    return run_name(recipe, start.baseline(), baseline_of(start_name) if start_name else None)
+        >>> start = Start(get_recipe("digits-resnet8-isda"), "digits-resnet8-isda")
+        >>> start.run_name(replace(start.recipe, lambda_0=1.0))
+        'digits-resnet8-isda+lambda_0=1.0'
+        """
+        moved = replace(self.recipe, data=recipe.data, network=recipe.network)
+        name = self.name or name_of(moved)
+        changes = [
+            f"+{field}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
+            for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
+        ]
+        return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+
+    def baseline(self) -> "Start":
+        """The baseline of a recipe of ISDA."""
+        return Start(self.recipe.baseline(), baseline_of(self.name) if self.name else None)
+
+    def pair_name(self, recipe: Recipe) -> str:
+        """Name of the runs of ISDA or of its baseline, both made from this recipe of ISDA."""
+        return (self if recipe.method == "isda" else self.baseline()).run_name(recipe)
 
 
 def with_method(recipe: Recipe, method: Any, *, noise_rate: float = 0.05) -> Recipe:
@@ -145,31 +148,17 @@ COMPANIONS = ("cutout", "autoaugment", "dropout")
 """Techniques that ISDA is combined with in Tables 3 and 4."""
 
 
-def _steps(
-    epochs: int,
-    batch_size: int,
-    weight_decay: float,
-    learning_rate: float,
-    gamma: float,
-    *milestones: int,
-) -> dict[str, Any]:
-    return {
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "weight_decay": weight_decay,
-        "learning_rate": learning_rate,
-        "schedule": "step",
-        "gamma": gamma,
-        "milestones": milestones,
-    }
-
-
 # Appendix B, "Training configurations on CIFAR", row by row.
-_RESNET = _steps(160, 128, 1e-4, 0.1, 0.1, 80, 120)
-_SE_RESNET = _steps(200, 128, 1e-4, 0.1, 0.1, 80, 120, 160)
-_WIDE_RESNET = _steps(240, 128, 5e-4, 0.1, 0.2, 60, 120, 160, 200)
-_DENSENET = _steps(300, 64, 1e-4, 0.1, 0.1, 150, 200, 250)
-_RESNEXT = _steps(350, 128, 5e-4, 0.05, 0.1, 150, 225, 300)
+def _steps(*row: Any) -> dict[str, Any]:
+    names = ("epochs", "batch_size", "weight_decay", "learning_rate", "gamma", "milestones")
+    return {"schedule": "step", **dict(zip(names, row, strict=True))}
+
+
+_RESNET = _steps(160, 128, 1e-4, 0.1, 0.1, (80, 120))
+_SE_RESNET = _steps(200, 128, 1e-4, 0.1, 0.1, (80, 120, 160))
+_WIDE_RESNET = _steps(240, 128, 5e-4, 0.1, 0.2, (60, 120, 160, 200))
+_DENSENET = _steps(300, 64, 1e-4, 0.1, 0.1, (150, 200, 250))
+_RESNEXT = _steps(350, 128, 5e-4, 0.05, 0.1, (150, 225, 300))
 _SHAKE_SHAKE = {
     "epochs": 1800,
     "batch_size": 64,
@@ -288,53 +277,3 @@ and CIFAR, which the paper does not have."""
 
 DEFAULT = "digits-resnet8-isda"
 """Default recipe, which needs no download and no GPU."""
-
-OWN_IMAGES = Recipe(
-    data="imagefolder:PATH",
-    network="timm:resnet18",
-    epochs=90,
-    batch_size=64,
-    learning_rate=0.025,
-    weight_decay=1e-4,
-    lambda_0=0.5,
-    channels_last=True,
-)
-"""Default recipe for your own images, without pretrained weights."""
-
-_FINE_TUNING: dict[str, Any] = {"pretrained": True, "epochs": 30, "head_rate": 10.0, "warmup": 1}
-_ADAMW: dict[str, Any] = {
-    "optimizer": "adamw",
-    "nesterov": False,
-    "learning_rate": 5e-5,
-    "weight_decay": 0.05,
-    "decay_all": False,
-}
-_FROZEN: dict[str, Any] = {
-    "freeze": True,
-    "head_rate": 1.0,
-    "warmup": 0,
-    "epochs": 50,
-    "batch_size": 256,
-    "optimizer": "adamw",
-    "nesterov": False,
-    "learning_rate": 1e-3,
-    "weight_decay": 0.01,
-    "decay_all": False,
-}
-
-
-def fine_tuning(
-    network: str, *, layer_norm: bool, preparation: dict[str, Any], freeze: bool = False
-) -> Recipe:
-    """Default recipe for your own images with a pretrained network.
-
-    Args:
-        network: ``timm:NAME``, ``torchvision:NAME`` or ``MODULE:FUNCTION``.
-        layer_norm: whether the network has layer norm, as transformers do: AdamW instead of SGD.
-        preparation: fields that say how the images of the pretrained weights were prepared.
-        freeze: train the head alone.
-    """
-    changes = {"learning_rate": 0.01, **_FINE_TUNING, **(_ADAMW if layer_norm else {})}
-    if freeze:
-        changes |= _FROZEN
-    return replace(OWN_IMAGES, network=network, **changes, **preparation)

@@ -5,12 +5,12 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.recipe_checks import require as _require
-from isda.experiments.recipe_checks import require_fine_tuning, require_method
+from isda.experiments.recipe_checks import require, require_fine_tuning, require_method
 
 __all__ = ["AUGMENTATIONS", "METHODS", "Options", "Recipe"]
 
@@ -161,45 +161,32 @@ class Recipe:
     """Standard deviation of every channel to normalise with; empty: as for mean."""
 
     def __post_init__(self) -> None:
+        check = partial(require, self)
         for field, choices in _CHOICES.items():
-            value = getattr(self, field)
-            _require(value in choices, field, value, f"one of {', '.join(choices)}")
+            check(field, getattr(self, field) in choices, f"one of {', '.join(choices)}")
         for field in ("data", "network"):
-            _require(bool(getattr(self, field)), field, getattr(self, field), "non-empty")
+            check(field, bool(getattr(self, field)), "non-empty")
         kind, _, path = self.data.partition(":")
         if path:  # normalise, since runs are named after it
             object.__setattr__(self, "data", f"{kind}:{PurePath(path)}")
         for field in ("epochs", "batch_size", "image_size"):
-            _require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
+            check(field, getattr(self, field) >= 1, ">= 1")
         for field in ("weight_decay", "cosine_offset", "lambda_0", "images_per_class", "hold_out",
                       "warmup"):  # fmt: skip
-            value = getattr(self, field)
-            _require(0 <= value < math.inf, field, value, ">= 0")
+            check(field, 0 <= getattr(self, field) < math.inf, ">= 0")
         for field in ("momentum", "noise_rate", "drop_rate", "ema", "synthetic"):
-            value = getattr(self, field)
-            _require(0 <= value < 1, field, value, ">= 0 and < 1")
+            check(field, 0 <= getattr(self, field) < 1, ">= 0 and < 1")
         for field in ("gamma", "decay", "test_crop"):
-            value = getattr(self, field)
-            _require(0 < value <= 1, field, value, "> 0 and <= 1")
+            check(field, 0 < getattr(self, field) <= 1, "> 0 and <= 1")
         for field in ("learning_rate", "head_rate"):
-            value = getattr(self, field)
-            _require(0 < value < math.inf, field, value, "> 0")
-        moves = self.momentum > 0 or not self.nesterov
-        _require(moves, "momentum", self.momentum, "> 0 with nesterov")
+            check(field, 0 < getattr(self, field) < math.inf, "> 0")
+        check("momentum", self.momentum > 0 or not self.nesterov, "> 0 with nesterov")
         require_fine_tuning(self)
-        _require(
-            all(name in AUGMENTATIONS for name in self.augment)
-            and len(set(self.augment)) == len(self.augment),
-            "augment",
-            self.augment,
-            f"distinct names out of {', '.join(AUGMENTATIONS)}",
-        )
-        _require(
-            all(a < b for a, b in zip((0, *self.milestones), self.milestones, strict=False)),
-            "milestones",
-            self.milestones,
-            ">= 1 and increasing",
-        )
+        known = len({*self.augment} & {*AUGMENTATIONS}) == len(self.augment)
+        check("augment", known, f"distinct names out of {', '.join(AUGMENTATIONS)}")
+        increasing = list(self.milestones) == sorted({*self.milestones})
+        positive = min(self.milestones, default=1) >= 1
+        check("milestones", increasing and positive, ">= 1 and increasing")
         require_method(self)
 
     def learning_rate_at(self, epoch: int) -> float:
@@ -241,11 +228,16 @@ class Recipe:
             )
 
     @property
+    def has_image_files(self) -> bool:
+        """Whether the data set consists of image files."""
+        return self.data == "imagenet" or self.data.startswith("imagefolder:")
+
+    @property
     def augmentation(self) -> str:
         """The augmentations in words; those of image files are not a setting."""
         if self.freeze:
             return "none"
-        if self.data == "imagenet" or self.data.startswith("imagefolder:"):
+        if self.has_image_files:
             return "random crop, flip"
         return ", ".join(self.augment) or "none"
 
@@ -348,35 +340,31 @@ class Options:
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
 
-    _started_at: ClassVar[float]  # set per object; not a field, which would be a flag
+    started_at: ClassVar[float]  # set per object; not a field, which would be a flag
+    """Start of the time limit: when the options were created, by ``time.monotonic``."""
 
-    @property
-    def started_at(self) -> float:
-        """Start of the time limit: when the options were created, by ``time.monotonic``."""
-        return self._started_at
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "started_at", time.monotonic())
+        check = partial(require, self)
+        for field in ("side_by_side", "checkpoint_seconds"):
+            check(field, getattr(self, field) >= 0, ">= 0")
+        check("processes", self.processes >= 1, ">= 1")
+        check("minutes", self.minutes is None or 0 < self.minutes < math.inf, "> 0")
+        check("cache", self.cache in _CACHES, f"one of {', '.join(_CACHES)}")
+        check("workers", self.workers is None or self.workers >= 0, ">= 0")
 
     def changed(self, **changes: Any) -> "Options":
         """A copy with other values, and with the same start of the time limit."""
         copy = replace(self, **changes)
-        object.__setattr__(copy, "_started_at", self._started_at)
+        object.__setattr__(copy, "started_at", self.started_at)
         return copy
 
     def with_minutes_left(self) -> "Options":
         """A copy whose time limit is what is left of it now, for a machine with another clock."""
         if self.minutes is None:
             return self
-        left = self.minutes - (time.monotonic() - self._started_at) / 60
+        left = self.minutes - (time.monotonic() - self.started_at) / 60
         return replace(self, minutes=max(left, 1e-9))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_started_at", time.monotonic())
-        for field in ("side_by_side", "checkpoint_seconds"):
-            _require(getattr(self, field) >= 0, field, getattr(self, field), ">= 0")
-        _require(self.processes >= 1, "processes", self.processes, ">= 1")
-        limit = self.minutes
-        _require(limit is None or 0 < limit < math.inf, "minutes", limit, "> 0")
-        _require(self.cache in _CACHES, "cache", self.cache, f"one of {', '.join(_CACHES)}")
-        _require(self.workers is None or self.workers >= 0, "workers", self.workers, ">= 0")
 
 
 _CACHES = get_args(get_type_hints(Options)["cache"])

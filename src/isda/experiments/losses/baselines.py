@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isda import Covariance, FullCovariance, ISDALoss, distributed, ops
 from isda.covariance import COVARIANCES
 from isda.experiments.data import counter_rng
-from isda.experiments.losses.criterion import (
+from isda.experiments.losses.base import (
     IGNORED,
     Batch,
     Criterion,

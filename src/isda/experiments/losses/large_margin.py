@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isda import ops
-from isda.experiments.losses.criterion import (
+from isda.experiments.losses.base import (
     IGNORED,
     Batch,
     Criterion,

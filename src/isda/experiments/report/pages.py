@@ -51,7 +51,7 @@ from isda.experiments.report.tables import (
 )
 
 if TYPE_CHECKING:
-    from isda.experiments.search import Choice  # which imports the training code
+    from isda.experiments.commands.lambda_search import Choice  # which imports the training code
 
 __all__ = ["write_comparison_page", "write_report_page"]
 

@@ -15,7 +15,7 @@ from isda.experiments.report.sides import Side
 from isda.experiments.report.text import printable
 
 if TYPE_CHECKING:
-    from isda.experiments.search import Choice  # which imports the training code
+    from isda.experiments.commands.lambda_search import Choice  # which imports the training code
 
 __all__ = [
     "BASELINE",

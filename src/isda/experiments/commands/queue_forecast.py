@@ -1,4 +1,4 @@
-"""What a queue still has to train, and about how long that takes: ``isda queue --dry-run``.
+"""``isda queue --dry-run``: what a queue still has to train, and about how long that takes.
 
 The time of a run is its number of images over the speed of the same network, in the records of
 earlier runs or else in a table of benchmarks/train.py. It does not include the start-up.
@@ -7,27 +7,25 @@ earlier runs or else in a table of benchmarks/train.py. It does not include the 
 import contextlib
 import csv
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from isda.experiments.commands.queue_lines import Line
 from isda.experiments.errors import InputError
+from isda.experiments.generators.synthetic_images import require_generators
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, outline
-from isda.experiments.plans import Calibrations, Command, Planned, Search
-from isda.experiments.recipes import pair_name
 from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.report.text import fit, terminal_width, text_table
-from isda.experiments.search import checked_candidates, default_hold_out, halving
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.start import records_of
 
-__all__ = ["Forecast", "Speeds", "expected_plans", "forecast", "forecast_text", "state_size"]
+__all__ = ["Speeds", "forecast_text", "state_size"]
 
 # training images, classes, channels
 _SIZES = {
@@ -38,30 +36,35 @@ _SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """What is left of a line of a queue."""
+def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str:
+    """What is left to train as a table, what fits in the time limit, and which lines would fail.
 
-    place: str
-    """File and number of the line."""
-
-    text: str
-    """The command."""
-
-    total: int
-    """Number of its runs."""
-
-    left: int
-    """Runs that are not finished, and that no earlier line trains."""
-
-    epochs: int
-    """Epochs that are left, of all runs together."""
-
-    seconds: float | None
-    """Time of these epochs; None if the speed of a network is unknown."""
-
-    state: int | None
-    """Bytes of the largest checkpoint; None if it is unknown."""
+    Args:
+        lines: lines of the queue.
+        records: folder of finished runs.
+        options: those of the command, with its time limit.
+    """
+    speeds = Speeds([records, options.out])
+    found, problems, seen = [], [], set[tuple[str, int]]()
+    for line in lines:
+        plans, out = line.task.plans(), line.task.options.out
+        missing = [plan for plan in plans if not records_of(plan, out, records)]
+        left = {(plan.name, plan.seed): plan for plan in missing}
+        left = {key: plan for key, plan in left.items() if key not in seen}
+        seen |= left.keys()
+        found.append(_forecast(line, len(plans), list(left.values()), speeds))
+        try:
+            require_generators((plan.recipe for plan in missing), line.task.options)
+        except InputError as error:
+            problems.append(f"{line.place} will fail: {error}")
+    width = terminal_width()
+    notes = [
+        "Minutes are estimates without start-up, from the speed of earlier runs on "
+        f"{', '.join(speeds.devices) or 'no device'}; ? is unknown. MiB: the largest checkpoint of "
+        "a run.",
+        *([] if options.minutes is None else [_what_fits(found, options.minutes)]),
+    ]
+    return "\n".join([_table(found, width), "", *(fit(note, width) for note in notes), *problems])
 
 
 class Speeds:
@@ -115,91 +118,6 @@ class Speeds:
         self._known |= {key: median(speeds) for key, speeds in measured.items()}
 
 
-def expected_plans(task: Command, options: Options) -> list[Plan]:
-    """The runs of a line; with the λ₀ of the recipe where it is still to be chosen."""
-    if isinstance(task, Planned):
-        return task.plans()
-    recipe, start = (task.given if isinstance(task, Search) else task).recipe, task.start
-    hold_out = recipe.hold_out or default_hold_out(recipe, options)
-    if isinstance(task, Calibrations):
-        return task.planned(hold_out).plans()
-    held = replace(recipe, hold_out=hold_out)
-    if isinstance(task, Search):
-        given = task.given
-        candidates = checked_candidates(given.candidates, recipe)
-        tried = [replace(held, lambda_0=lambda_0) for lambda_0 in candidates]
-        tried += [held.baseline()] * given.with_baseline
-        final = replace(recipe, lambda_0=start.lambda_0, hold_out=0)
-        runs = [*product(tried, given.seeds), *product([final], given.final_seeds)]
-        return [Plan(pair_name(start, task.name, one), one, seed) for one, seed in runs]
-    candidates = checked_candidates(task.candidates, recipe)
-    plans = []
-    for part in halving(len(candidates), recipe.epochs):
-        tried = [replace(held, lambda_0=lambda_0).shortened(part.epochs)
-                 for lambda_0 in candidates[: part.candidates]]  # fmt: skip
-        plans += [Plan(task.named(one), one, seed) for one, seed in product(tried, part.seeds)]
-    return plans + task.planned(start.lambda_0).plans()
-
-
-def forecast(
-    place: str,
-    text: str,
-    plans: Sequence[Plan],
-    folders: Sequence[Path],
-    speeds: Speeds,
-    seen: set[tuple[str, int]],
-) -> Forecast:
-    """What is left of a line.
-
-    Args:
-        place: file and number of the line.
-        text: the command.
-        plans: its runs.
-        folders: folders of runs and records.
-        speeds: speeds of networks.
-        seen: names and seeds of the runs of earlier lines; those of this line are added.
-    """
-    epochs, seconds, states = 0, 0.0, []
-    known, left = True, 0
-    for plan in plans:
-        if (plan.name, plan.seed) in seen or records_of(plan, *folders):
-            continue
-        seen.add((plan.name, plan.seed))
-        remaining = plan.recipe.epochs - _epochs_done(plan, folders[0])
-        each = speeds.seconds_per_epoch(plan.recipe)
-        known &= each is not None
-        left, epochs = left + 1, epochs + remaining
-        seconds += remaining * (each or 0.0)
-        states.append(state_size(plan.recipe))
-    state = None if None in states else max(filter(None, states), default=0)
-    return Forecast(place, text, len(plans), left, epochs, seconds if known else None, state)
-
-
-def forecast_text(lines: Sequence[Forecast], devices: Iterable[str], minutes: float | None) -> str:
-    """The forecast of a queue as a table, and what fits in a time limit."""
-    width = terminal_width()
-    rows = [
-        [f"{_number(one)}: {one.text}", f"{one.left} of {one.total}",
-         str(one.epochs), _minutes(one.seconds), _mebibytes(one)]
-        for one in lines
-    ]  # fmt: skip
-    total = _minutes(sum(one.seconds or 0.0 for one in lines))
-    if any(one.seconds is None for one in lines):
-        total = f"> {total}"
-    rows.append(["all lines", str(sum(one.left for one in lines)),
-                 str(sum(one.epochs for one in lines)), total])  # fmt: skip
-    header = ["line", "runs left", "epochs", "minutes", "MiB"]
-    others = text_table(header[1:], [row[1:] for row in rows]).splitlines()
-    room = max(width - 2 - max(map(len, others)), 20)
-    notes = [
-        "Minutes are estimates without start-up, from the speed of earlier runs on "
-        f"{', '.join(devices) or 'no device'}; ? is unknown. MiB: the largest checkpoint of a run.",
-        *([] if minutes is None else [_what_fits(lines, minutes)]),
-    ]
-    table = text_table(header, [[_short(row[0], room), *row[1:]] for row in rows])
-    return "\n".join([table, "", *(fit(note, width) for note in notes)])
-
-
 def state_size(recipe: Recipe) -> int | None:
     """Bytes of the checkpoint of a run: weights, momentum and statistics; None if unknown."""
     if recipe.data not in _SIZES or recipe.freeze:
@@ -219,7 +137,66 @@ def _network(name: str, classes: int, channels: int) -> Network:
     return outline(name, num_classes=classes, in_channels=channels)
 
 
-def _what_fits(lines: Sequence[Forecast], minutes: float) -> str:
+@dataclass(frozen=True)
+class _Forecast:
+    """What is left of a line of a queue."""
+
+    line: Line
+    """The line."""
+
+    total: int
+    """Number of its runs."""
+
+    left: int
+    """Runs that are not finished, and that no earlier line trains."""
+
+    epochs: int
+    """Epochs that are left, of all runs together."""
+
+    seconds: float | None
+    """Time of these epochs; None if the speed of a network is unknown."""
+
+    state: int | None
+    """Bytes of the largest checkpoint; None if it is unknown."""
+
+
+def _forecast(line: Line, total: int, left: Sequence[Plan], speeds: Speeds) -> _Forecast:
+    """What is left of a line, if these are its runs to train."""
+    epochs = [plan.recipe.epochs - _epochs_done(plan, line.task.options.out) for plan in left]
+    times = [speeds.seconds_per_epoch(plan.recipe) for plan in left]
+    seconds = sum(number * (time or 0.0) for number, time in zip(epochs, times, strict=True))
+    states = [state_size(plan.recipe) for plan in left]
+    return _Forecast(
+        line,
+        total,
+        len(left),
+        sum(epochs),
+        None if None in times else seconds,
+        None if None in states else max(filter(None, states), default=0),
+    )
+
+
+def _table(lines: Sequence[_Forecast], width: int) -> str:
+    """The forecasts in rows, and their sum."""
+    rows = []
+    for one in lines:
+        size = "?" if one.state is None else f"{one.state / 2**20:.1f}" if one.left else ""
+        rows.append([f"{one.line.number}: {one.line.text}", f"{one.left} of {one.total}",
+                     str(one.epochs), _minutes(one.seconds), size])  # fmt: skip
+    total = _minutes(sum(one.seconds or 0.0 for one in lines))
+    if any(one.seconds is None for one in lines):
+        total = f"> {total}"
+    rows.append(["all lines", str(sum(one.left for one in lines)),
+                 str(sum(one.epochs for one in lines)), total])  # fmt: skip
+    header = ["line", "runs left", "epochs", "minutes", "MiB"]
+    others = text_table(header[1:], [row[1:] for row in rows]).splitlines()
+    room = max(width - 2 - max(map(len, others)), 20)
+    for row in rows:
+        row[0] = row[0] if len(row[0]) <= room else f"{row[0][: room - 1]}…"
+    return text_table(header, rows)
+
+
+def _what_fits(lines: Sequence[_Forecast], minutes: float) -> str:
     """Which lines are finished within a time limit, and which one is begun."""
     spent, whole = 0.0, list[str]()
     for one in lines:
@@ -227,10 +204,10 @@ def _what_fits(lines: Sequence[Forecast], minutes: float) -> str:
             continue
         if one.seconds is None or spent + one.seconds > 60 * minutes:
             words = f"line{'s' * (len(whole) > 1)} {', '.join(whole)}" if whole else "no whole line"
-            begun = f"line {_number(one)} begins and is continued by the next command"
+            begun = f"line {one.line.number} begins and is continued by the next command"
             return f"{minutes:g} minutes are enough for {words}; {begun}."
         spent += one.seconds
-        whole.append(_number(one))
+        whole.append(one.line.number)
     return f"{minutes:g} minutes are enough for all lines."
 
 
@@ -247,19 +224,5 @@ def _kind(data: str, network: str, precision: str) -> tuple[str, ...]:
     return ("cifar" if data.startswith("cifar") else data), network, precision
 
 
-def _short(text: str, room: int) -> str:
-    return text if len(text) <= room else f"{text[: room - 1]}…"
-
-
-def _number(one: Forecast) -> str:
-    return one.place.rpartition(":")[2]
-
-
 def _minutes(seconds: float | None) -> str:
     return "?" if seconds is None else f"{seconds / 60:.1f}"
-
-
-def _mebibytes(one: Forecast) -> str:
-    if not one.left:
-        return ""
-    return "?" if one.state is None else f"{one.state / 2**20:.1f}"

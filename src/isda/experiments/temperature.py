@@ -1,36 +1,25 @@
-"""Temperature scaling (Guo et al., 2017): ``isda calibrate``.
+"""Temperature scaling (Guo et al., 2017) of a finished run.
 
-Methods are trained side by side without some training images, which are held out. After training,
-one number T per run is fitted on them, and the test images, which neither the training nor the fit
-has seen, are evaluated with T and without it. All methods are trained on the same images, so that
-cross entropy, label smoothing and ISDA can be compared before and after temperature scaling.
+One number T is fitted on held-out images, and the test images, which neither the training nor the
+fit has seen, are evaluated with T and without it.
 """
 
-import contextlib
-import os
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from isda.experiments.calibration import Calibration, load_calibration, save_calibration
-from isda.experiments.errors import InputError, TimeUp
-from isda.experiments.plans import Calibrations
-from isda.experiments.search import default_hold_out
+from isda.experiments.calibration import Calibration
+from isda.experiments.errors import InputError
 from isda.experiments.settings import Options
-from isda.experiments.training import loop
-from isda.experiments.training.device import choose_kernels, join_processes
-from isda.experiments.training.failures import finished_first
 from isda.experiments.training.groups import Plan, own_images
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.metrics import classification_metrics
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.run_images import RunImages
-from isda.experiments.training.start import finished_runs
 from isda.experiments.training.training_step import Lane
 
-__all__ = ["LIMITS", "calibrate", "fit_temperature", "measure"]
+__all__ = ["LIMITS", "calibration_of", "fit_temperature"]
 
 LIMITS = (0.01, 100.0)
 """Smallest and largest temperature. Without any error on the held-out images, the likelihood
@@ -60,7 +49,7 @@ def fit_temperature(logits: Tensor, target: Tensor) -> float:
     return (low * high) ** -0.5
 
 
-def measure(run: RunFolder, options: Options, device: torch.device) -> Calibration:
+def calibration_of(run: RunFolder, options: Options, device: torch.device) -> Calibration:
     """Fit the temperature of a finished run on its held-out images, and test it.
 
     Raises:
@@ -100,47 +89,3 @@ def measure(run: RunFolder, options: Options, device: torch.device) -> Calibrati
         scaled_loss=scaled[1],
         scaled_ece=scaled[2],
     )
-
-
-def calibrate(
-    task: Calibrations, options: Options, *, waiting: Callable[[Plan], bool] | None = None
-) -> list[RunFolder]:
-    """Train what is missing, and calibrate the runs; those that are calibrated stay as they are.
-
-    Args:
-        task: methods and seeds.
-        options: how to run the training.
-        waiting: whether a run is to be trained and calibrated; by default all are.
-
-    Returns:
-        The calibrated runs.
-
-    Raises:
-        RunsFailed: runs that failed; the others are calibrated.
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise InputError(
-            "isda calibrate needs a single process: train the runs with torchrun and isda train "
-            "--hold-out, then calibrate them without torchrun and with --resume"
-        )
-    hold_out = task.recipe.hold_out or default_hold_out(task.recipe, options)
-    plans = [plan for plan in task.planned(hold_out).plans() if waiting is None or waiting(plan)]
-    with (
-        join_processes(options.device) as (device, *_),
-        choose_kernels(options, device),
-        kept_images(),
-    ):
-        try:
-            with finished_first(loop.train, plans, options) as runs:
-                _measure_missing(runs, options, device)
-        except TimeUp:  # the finished ones need not wait for the others, nor keep a checkpoint
-            with contextlib.suppress(InputError):  # reported when all are finished
-                _measure_missing(finished_runs(plans, options).values(), options, device)
-            raise
-    return runs
-
-
-def _measure_missing(runs: Iterable[RunFolder], options: Options, device: torch.device) -> None:
-    for run in runs:
-        if load_calibration(run) is None:
-            save_calibration(run, measure(run, options, device))

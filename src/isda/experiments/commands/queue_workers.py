@@ -1,7 +1,7 @@
 """Trainings on several GPUs or machines with Ray: ``isda queue FILE --engine ray``.
 
-One worker per GPU, or per process on CPUs, takes one task after the other. All workers read and
-write the same folders, so a task whose worker was lost continues elsewhere from the checkpoints of
+One worker per GPU, or per process on CPUs, takes one job after the other. All workers read and
+write the same folders, so a job whose worker was lost continues elsewhere from the checkpoints of
 its runs. Ray is imported only here, when the engine is used.
 """
 
@@ -19,14 +19,14 @@ from tqdm import tqdm
 
 from isda.experiments.errors import InputError, TimeUp
 
-__all__ = ["Task", "Workers"]
+__all__ = ["Job", "Workers"]
 
-_ATTEMPTS = 3  # how often a task may lose its worker
+_ATTEMPTS = 3  # how often a job may lose its worker
 _SECONDS = 0.5  # between two looks at the records
 
 
 @dataclass(frozen=True, eq=False)
-class Task:
+class Job:
     """A part of the work, for one worker."""
 
     label: str
@@ -85,21 +85,21 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._ray.shutdown()
 
-    def run(self, tasks: Sequence[Task]) -> list[tuple[Task, str]]:
-        """Run all tasks; returns those that failed, with the reasons.
+    def run(self, jobs: Sequence[Job]) -> list[tuple[Job, str]]:
+        """Run all jobs; returns those that failed, with the reasons.
 
-        A task whose worker is lost is run again, up to three times.
+        A job whose worker is lost is run again, up to three times.
 
         Raises:
-            TimeUp: the time limit of a task was reached; its runs have written checkpoints.
+            TimeUp: the time limit of a job was reached; its runs have written checkpoints.
             InputError: no worker can be started.
         """
-        if not tasks:
+        if not jobs:
             return []
-        missing = min(self.number, len(tasks)) - len(self._idle) - len(self._starting)
+        missing = min(self.number, len(jobs)) - len(self._idle) - len(self._starting)
         self._starting.update(self._start() for _ in range(missing))
-        work = _Work(tasks)
-        with _View(tasks, self.number) as view:
+        work = _Work(jobs)
+        with _View(jobs, self.number) as view:
             while work.busy or work.can_begin:
                 while self._idle and work.can_begin:
                     work.begin(self._idle.pop())
@@ -113,14 +113,14 @@ class Workers:
 
     def _receive(self, ref: Any, work: "_Work", view: "_View") -> None:
         """Take the answer of a worker, or replace it if it was lost."""
-        worker, task = work.busy.pop(ref) if ref in work.busy else (self._starting.pop(ref), None)
+        worker, job = work.busy.pop(ref) if ref in work.busy else (self._starting.pop(ref), None)
         try:
             kind, text = self._ray.get(ref)
         except self._ray.exceptions.RayActorError as error:
-            if task is not None:
+            if job is not None:
                 self._starting.update([self._start()])
-                if work.lost(task):
-                    view.say(f"{task.label}: a worker was lost, another one continues")
+                if work.lost(job):
+                    view.say(f"{job.label}: a worker was lost, another one continues")
             elif not (work.busy or self._starting or self._idle):
                 reason = str(error).strip().splitlines()[-1]
                 raise InputError(f"no worker can be started: {reason}") from error
@@ -128,8 +128,8 @@ class Workers:
         self._idle.append(worker)
         if kind == "time":
             work.time_up = text
-        elif kind == "failed" and task is not None:
-            work.failed.append((task, text))
+        elif kind == "failed" and job is not None:
+            work.failed.append((job, text))
 
     def _start(self) -> tuple[Any, Any]:
         """A new worker, and before it the reference that is done when it is ready."""
@@ -138,33 +138,33 @@ class Workers:
 
 
 class _Work:
-    """Tasks that wait, are being worked on, or have failed."""
+    """Jobs that wait, are being worked on, or have failed."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self.busy: dict[Any, tuple[Any, Task]] = {}  # worker and task, by reference to the answer
-        self.failed: list[tuple[Task, str]] = []
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.busy: dict[Any, tuple[Any, Job]] = {}  # worker and job, by reference to the answer
+        self.failed: list[tuple[Job, str]] = []
         self.time_up: str | None = None  # the message, when the time limit is reached
-        self._waiting, self._losses = deque(tasks), dict.fromkeys(tasks, 0)
+        self._waiting, self._losses = deque(jobs), dict.fromkeys(jobs, 0)
 
     @property
     def can_begin(self) -> bool:
-        """Whether a task waits and there is time for it."""
+        """Whether a job waits and there is time for it."""
         return bool(self._waiting) and self.time_up is None
 
     def begin(self, worker: Any) -> None:
-        """Give the next task to a worker."""
-        task = self._waiting.popleft()
-        self.busy[worker.run.remote(task.prepare())] = worker, task
+        """Give the next job to a worker."""
+        job = self._waiting.popleft()
+        self.busy[worker.run.remote(job.prepare())] = worker, job
 
-    def lost(self, task: Task) -> bool:
-        """Note that a task has lost its worker; returns whether it is tried again."""
-        self._losses[task] += 1
-        again = self._losses[task] < _ATTEMPTS
+    def lost(self, job: Job) -> bool:
+        """Note that a job has lost its worker; returns whether it is tried again."""
+        self._losses[job] += 1
+        again = self._losses[job] < _ATTEMPTS
         if again:
-            self._waiting.appendleft(task)
+            self._waiting.appendleft(job)
         else:
             reason = f"lost {_ATTEMPTS} workers, perhaps for lack of memory"
-            self.failed.append((task, reason))
+            self.failed.append((job, reason))
         return again
 
 
@@ -199,8 +199,8 @@ class _Worker:
 class _View:
     """Progress of all runs in one bar, from their records."""
 
-    def __init__(self, tasks: Sequence[Task], workers: int) -> None:
-        self._runs = dict.fromkeys(run for task in tasks for run in task.runs)
+    def __init__(self, jobs: Sequence[Job], workers: int) -> None:
+        self._runs = dict.fromkeys(run for job in jobs for run in job.runs)
         self._open = dict.fromkeys(self._runs, 0)  # epochs so far of runs that are not finished
         self._done, self._workers = 0, workers
         interactive = sys.stderr.isatty()

@@ -1,13 +1,16 @@
-"""Weights of a finished run as safetensors, with a model card beside them: ``isda weights``."""
+"""``isda weights``: the weights of a finished run as safetensors, with a model card beside them."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tyro
 from safetensors.torch import save
 from torch import Tensor
 
 from isda._version import __version__
+from isda.experiments.commands.arguments import parse
 from isda.experiments.data.arrays import CIFAR_MEAN, CIFAR_STD, ImageArrays, load_data
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
@@ -17,7 +20,24 @@ from isda.experiments.records import Run, result_epochs, summary
 from isda.experiments.settings import Recipe
 from isda.experiments.training.run_folder import RunFolder
 
-__all__ = ["export_weights", "model_card"]
+__all__ = ["Weights", "export_weights", "model_card", "run"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Arguments of ``isda weights``."""
+
+    run: tyro.conf.Positional[Path]
+    """Folder of a finished run with its checkpoint: OUT/<recipe>/<seed>."""
+
+    out: Path
+    """File to write, NAME.safetensors; the model card is NAME.md."""
+
+
+def run(words: list[str]) -> None:
+    """Write the weights and the model card."""
+    given = parse(Weights, "weights", words)
+    print(*export_weights(given.run, given.out), sep="\n")
 
 
 def export_weights(folder: Path, out: Path) -> tuple[Path, Path]:
@@ -86,7 +106,7 @@ def model_card(run: Run, file: str, about: dict[str, Any]) -> str:
              for title, own, mean, digits in rows]  # fmt: skip
     options = _arguments(about, "num_classes", "in_channels", "drop_rate")
     imported = prepare = ""
-    if _is_folder(recipe.data):
+    if recipe.has_image_files:
         imported = "from isda.experiments.data.decoding import decode_center_crop\n"
         preparation = _arguments(about, "image_size", "interpolation", "test_crop")
         prepare = f"""
@@ -166,7 +186,7 @@ all that `isda train` needs to train it again.
 def _about(run: Run, state: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
     recipe = run.recipe
     kernels = (tensor for tensor in weights.values() if tensor.dim() == 4)
-    first = None if _is_folder(recipe.data) else next(kernels)
+    first = None if recipe.has_image_files else next(kernels)
     mean, std = _normalization(recipe)
     predictions = load_predictions(run)
     return {
@@ -198,11 +218,6 @@ def _normalization(recipe: Recipe) -> tuple[tuple[float, ...], tuple[float, ...]
     if recipe.data in ("cifar10", "cifar100"):
         return CIFAR_MEAN, CIFAR_STD
     return DecodedImages.mean, DecodedImages.std
-
-
-def _is_folder(data: str) -> bool:
-    """Whether a data set consists of image files."""
-    return data == "imagenet" or data.startswith("imagefolder:")
 
 
 def _arguments(about: dict[str, Any], *names: str) -> str:

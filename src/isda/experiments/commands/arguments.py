@@ -1,0 +1,67 @@
+"""The words behind a command, read by tyro: a dataclass per command, whose fields are its flags."""
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+from isda.experiments.errors import InputError
+from isda_command import COMMANDS
+
+__all__ = ["parse", "require_seeds"]
+
+_Arguments = TypeVar("_Arguments")
+
+
+def parse(kind: type[_Arguments], command: str, words: list[str], **options: Any) -> _Arguments:
+    """Parse the words behind a command.
+
+    Args:
+        kind: dataclass of the command's arguments.
+        command: the command, for its help.
+        words: words of the command line behind the command.
+        options: further options of ``tyro.cli``.
+
+    Raises:
+        InputError: unknown flag, with similar ones, or invalid value.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(
+                kind,
+                args=words,
+                prog=f"isda {command}",
+                config=(tyro.conf.OmitArgPrefixes,),
+                **{"description": COMMANDS[command.split()[0]], **options},
+            )
+    except SystemExit as end:
+        if end.code == 0:  # --help
+            raise
+        raise InputError(_one_line(printed.getvalue())) from None
+
+
+def require_seeds(argument: str, seeds: Sequence[int]) -> None:
+    """Raise InputError unless there are seeds, all different, that fit into 32 bits."""
+    if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
+        listed = " ".join(map(str, seeds)) or "none"
+        raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")
+
+
+def _one_line(box: str) -> str:
+    """Condense tyro's boxed error message to one line, with the flags it suggests.
+
+    On a terminal without box-drawing characters, the title is a part of its own.
+    """
+    framed = box.startswith("╭")
+    text = re.sub(r"(?m)^[╭╰].*$", "", box).replace("│", " ")
+    parts = [part.split() for part in re.split(r"(?m)^ *[─-]{3,} *$", text)]
+    _, message, *others = [[], *parts] if framed else parts
+    near = [word.strip(",") for part in others if part[:1] == ["Perhaps"]
+            for word in part if word.startswith("--")]  # fmt: skip
+    hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+    words = " ".join(message).rstrip(".")
+    return words[:1].lower() + words[1:] + hint

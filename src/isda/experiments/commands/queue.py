@@ -1,0 +1,169 @@
+"""``isda queue``: train what a text file with one command per line needs, in this order.
+
+Runs that are finished, in the folder of the runs or in that of the records, are skipped, others are
+started or resumed. So the command can be stopped or killed at any time and started again.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from isda.experiments.commands.arguments import parse
+from isda.experiments.commands.queue_forecast import forecast_text
+from isda.experiments.commands.queue_lines import Line, read_queue
+from isda.experiments.commands.queue_workers import Job, Workers
+from isda.experiments.commands.task import PlannedRuns, Task
+from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.records import load_runs, summary
+from isda.experiments.settings import Options
+from isda.experiments.training import loop
+from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
+from isda.experiments.training.images import kept_images
+
+__all__ = ["Queue", "run"]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Arguments of ``isda queue``."""
+
+    file: tyro.conf.Positional[Path]
+    """Text file with one command per line: train, compare, search, calibrate or table."""
+
+    results: Path = Path("results")
+    """Folder of run records: runs that it has finished are skipped."""
+
+    dry_run: bool = False
+    """Print what is left to train and about how long it takes, and exit; with --minutes also what
+    fits into them."""
+
+    engine: Literal["local", "ray"] = "local"
+    """local: in this process, line by line. ray: on all GPUs of a Ray cluster, one worker each, or
+    in --processes workers on CPUs."""
+
+    address: str | None = None
+    """Address of a Ray cluster, such as auto or HOST:6379; None: an instance on this machine, with
+    all its GPUs."""
+
+    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
+    """How to run the training; options in a line take precedence. Runs are always resumed."""
+
+
+def run(words: list[str]) -> None:
+    """Train what is missing, line by line; an error in a line does not stop the others.
+
+    Raises:
+        TimeUp: the time limit ended before the queue.
+        InputError: lines that failed.
+    """
+    given = parse(Queue, "queue", words)
+    if given.address is not None and given.engine != "ray":
+        raise InputError("--address is that of a Ray cluster: use it with --engine ray")
+    lines = read_queue(given.file, given.options)
+    if given.dry_run:
+        print(forecast_text(lines, given.results, given.options))
+        return
+    if given.engine == "ray":
+        with Workers(given.address, given.options.device, given.options.processes) as workers:
+            failed = _spread(lines, given.results, workers)
+    else:
+        failed = _work_through(lines, given.results)
+    if failed:
+        places = list(dict.fromkeys(failed))
+        raise InputError(f"{len(places)} of {len(lines)} lines failed: {', '.join(places)}")
+
+
+def _work_through(lines: list[Line], records: Path) -> list[str]:
+    """Train in this process; returns the places of lines that failed."""
+    failed = []
+    with kept_images():  # lines with the same images load them once
+        for line in lines:
+            try:
+                line.task.train_missing(line.title, records)
+            except TimeUp as error:
+                raise TimeUp(f"{line.place} ({line.text}): {error}") from error
+            except InputError as error:
+                print(f"isda: {line.place}: {error}", file=sys.stderr)
+                failed.append(line.place)
+    return failed
+
+
+def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
+    """Train on all workers; returns the places of lines that failed.
+
+    First the runs of all lines, a run that two lines need once; then the lines that choose or fit
+    something with their runs, each on one worker.
+    """
+    runs, whole, seen = [], [], set[tuple[str, int]]()
+    for line in lines:
+        if isinstance(line.task, PlannedRuns):
+            left = [plan for plan in line.task.missing(line.title, records)
+                    if (plan.name, plan.seed) not in seen]  # fmt: skip
+            seen |= {(plan.name, plan.seed) for plan in left}
+            runs += [_job_of_runs(line, part, workers)
+                     for part in _worker_groups(left, line.task.options, workers)]  # fmt: skip
+        else:
+            whole.append(_job_of_line(line, records, workers))
+    failed = [*workers.run(runs), *workers.run(whole)]
+    for folder in (folder for job in runs for folder, _ in job.runs):
+        for one in load_runs(folder) if (folder / "config.json").exists() else ():
+            if summary(one).finished:
+                print(f"{one.folder}: error {summary(one).error:.2f} %")
+    for job, reason in failed:
+        print(f"isda: {job.label}: {reason}", file=sys.stderr)
+    return [job.label for job, _ in failed]
+
+
+def _worker_groups(
+    plans: list[Plan], options: Options, workers: Workers
+) -> Iterator[Sequence[Plan]]:
+    """Runs that a worker trains together: equal shares, on a GPU not more than fit side by side."""
+    while plans:
+        same = [plan for plan in plans if same_steps(plan.recipe, plans[0].recipe)]
+        plans = [plan for plan in plans if plan not in same]
+        width = 1
+        if workers.device == "cuda":
+            share = -(-len(same) // workers.number)
+            width = min(share, options.side_by_side or MOST_SIDE_BY_SIDE)
+        yield from (same[start : start + width] for start in range(0, len(same), width))
+
+
+def _job_of_runs(line: Line, plans: Sequence[Plan], workers: Workers) -> Job:
+    """The job to train runs of a line."""
+    options = line.task.options
+    folders = [options.out / plan.name / str(plan.seed) for plan in plans]
+    epochs = [plan.recipe.epochs for plan in plans]
+    return Job(
+        line.place,
+        lambda: partial(_train_here, plans, _worker_options(options, workers)),
+        tuple(zip(folders, epochs, strict=True)),
+    )
+
+
+def _job_of_line(line: Line, records: Path, workers: Workers) -> Job:
+    """The job to train what is missing of a line."""
+    options = partial(_worker_options, line.task.options, workers)
+    return Job(
+        line.place,
+        lambda: partial(_work_here, line.task.with_options(options()), line.title, records),
+    )
+
+
+def _worker_options(options: Options, workers: Workers) -> Options:
+    """Options on a worker, with the time that is left now."""
+    return replace(options.with_minutes_left(), device=workers.device, processes=1)
+
+
+def _train_here(plans: Sequence[Plan], options: Options) -> None:
+    """Train runs side by side on a worker, whose clock is not that of the command."""
+    loop.train(plans, replace(options), progress=False)
+
+
+def _work_here(task: Task, title: str, records: Path) -> None:
+    """Train what is missing of a line on a worker, whose clock is not that of the command."""
+    task.with_options(replace(task.options)).train_missing(title, records)

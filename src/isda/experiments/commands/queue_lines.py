@@ -1,0 +1,94 @@
+"""The lines of a queue: a text file with one command per line.
+
+Every line starts with train, compare, search, calibrate or table; # starts a comment.
+"""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from isda.experiments.commands import calibrate, compare, search, table, train
+from isda.experiments.commands.task import Task
+from isda.experiments.errors import InputError, unknown
+from isda.experiments.settings import Options
+
+__all__ = ["Line", "read_queue"]
+
+_TASKS: dict[str, Callable[[list[str]], Task]] = {
+    "train": train.plan,
+    "compare": compare.plan,
+    "search": search.plan,
+    "calibrate": calibrate.plan,
+    "table": table.plan,
+}
+"""What a line trains, by its command."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command of a queue."""
+
+    place: str
+    """File and number of the line, for messages."""
+
+    text: str
+    """The command."""
+
+    task: Task
+    """What to train."""
+
+    @property
+    def number(self) -> str:
+        """Number of the line."""
+        return self.place.rpartition(":")[2]
+
+    @property
+    def title(self) -> str:
+        """Place and command."""
+        return f"{self.place}: {self.text}"
+
+
+def read_queue(path: Path, options: Options) -> list[Line]:
+    """Commands of a file.
+
+    Args:
+        path: text file.
+        options: how to run the training; options in a line take precedence.
+
+    Raises:
+        InputError: a line is not a valid command; names the line.
+    """
+    lines = []
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} must be text in UTF-8: {error}") from error
+    for number, text in enumerate(content.splitlines(), 1):
+        place = f"{path}:{number}"
+        try:
+            words = shlex.split(text, comments=True)
+            words = words[1:] if words[:1] == ["isda"] else words
+            if words:
+                lines.append(Line(place, shlex.join(words), _task(words, options)))
+        except ValueError as error:  # InputError, or a quote that is not closed
+            raise InputError(f"{place}: {error}") from error
+    return lines
+
+
+def _task(words: list[str], options: Options) -> Task:
+    """What a line trains; always resumes, in the time of the command."""
+    command, *rest = words
+    if command not in _TASKS:
+        raise unknown("command of a queue", command, _TASKS)
+    try:
+        task = _TASKS[command](rest)
+    except SystemExit:
+        raise InputError("--help does not go into a queue") from None
+    own = {
+        option.name: getattr(task.options, option.name)
+        for option in fields(Options)
+        if getattr(task.options, option.name) != option.default
+    }
+    own |= {"resume": True, "minutes": options.minutes}
+    return task.with_options(options.changed(**own))

@@ -1,0 +1,82 @@
+"""``isda report``: all tables with our numbers, exported records, updated pages and figures."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from isda.experiments.commands.arguments import parse
+from isda.experiments.cost_records import cost_rows, read_costs
+from isda.experiments.errors import InputError
+from isda.experiments.records import Run, default_folder, export, load_runs, summary
+from isda.experiments.report.blocks import update_markdown
+from isda.experiments.report.feature_tables import read_features
+from isda.experiments.report.sides import distinct
+from isda.experiments.report.tables import report_markdown
+from isda.experiments.report.text import show
+
+__all__ = ["Report", "run"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Arguments of ``isda report``."""
+
+    runs: Path | None = None
+    """Folder of runs or run records; None: runs, else results."""
+
+    export: Path | None = None
+    """Copy the records of finished runs, without checkpoints, to this folder."""
+
+    update: tuple[Path, ...] = ()
+    """Markdown files whose tables between <!-- runs:NAME --> marks are to be updated."""
+
+    page: Path | None = None
+    """Write tables, comparisons and curves as one self-contained HTML page."""
+
+    figures: Path | None = None
+    """Draw error, NLL and calibration, and the curve of lambda_0, as SVG files in this folder."""
+
+    costs: tuple[Path, ...] = ()
+    """CSV files written by isda cost, to show below Table 1."""
+
+    pictures: tuple[Path, ...] = ()
+    """Folders that isda invert, neighbours or gan measure has written to, to show at the end."""
+
+
+def run(words: list[str]) -> None:
+    """Show the tables, and write what is asked for."""
+    given = parse(Report, "report", words)
+    folder = given.runs or default_folder()
+    if folder is None:
+        raise InputError(
+            "there are no records in runs or results: train something first, for example with "
+            "isda compare, or give the folder of the records with --runs"
+        )
+    runs = distinct(load_runs(folder))
+    measured = read_costs(given.costs) if given.costs else []
+    costs = cost_rows(measured, "report") if measured else []
+    if given.export is not None:
+        _export([one for one in runs if summary(one).finished], given.export)
+    pictures = read_features(given.pictures)
+    show("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
+    for path in given.update:
+        print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")
+    if given.figures is not None:
+        from isda.experiments.report.figures import write_figures  # imports matplotlib
+
+        print(*write_figures(given.figures, runs), sep="\n")
+    if given.page is not None:
+        from isda.experiments.report.pages import write_report_page  # imports matplotlib
+
+        write_report_page(given.page, runs, costs, pictures)
+        print(given.page)
+
+
+def _export(runs: list[Run], folder: Path) -> None:
+    """Copy records, and print their folders; two of the same run are refused before that."""
+    first: dict[tuple[str, int], Run] = {}
+    for one in runs:
+        twin = first.setdefault((one.name, one.seed), one)
+        if twin is not one:
+            raise InputError(f"{twin.folder} and {one.folder} have the same name and seed")
+    for one in runs:
+        print(export(one, folder))

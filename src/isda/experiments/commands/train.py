@@ -1,0 +1,26 @@
+"""``isda train``: one recipe, one run per seed."""
+
+from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
+from isda.experiments.commands.task import PlannedRuns
+from isda.experiments.records import summary
+from isda.experiments.training import loop
+from isda.experiments.training.failures import finished_first
+
+__all__ = ["plan", "run"]
+
+
+def plan(words: list[str]) -> PlannedRuns:
+    """What the words behind the command train."""
+    given = parse_recipe(RecipeArguments, "train", words)
+    name = given.start.run_name(given.recipe)
+    return PlannedRuns({name: given.recipe}, given.seeds, given.options)
+
+
+def run(words: list[str]) -> None:
+    """Train, and print the error of every run."""
+    task = plan(words)
+    with finished_first(loop.train, task.plans(), task.options) as runs:
+        for one in runs:
+            result = summary(one)
+            split = "validation" if one.recipe.hold_out else "test"
+            print(f"{one.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
