@@ -428,7 +428,8 @@ def test_resume_on_other_images(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     capsys.readouterr()
     assert main([*command, "--resume"]) == 2
     printed = capsys.readouterr().err
-    assert "but the checkpoint was made with [16, 4, 2]" in printed
+    assert "/0: imagefolder:" in printed  # which run
+    assert "but the checkpoint was made with [16, 4, 2]: restore the images" in printed
     assert "Traceback" not in printed
 
 

@@ -339,6 +339,30 @@ def test_resumed_from_a_checkpoint(cache: str, photos: Path) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("change", ["name", "class", "size", "class names"])
+def test_not_resumed_on_other_images(change: str, photos: Path) -> None:
+    """As many images and classes as before, but not the same."""
+    state = Lane(RECIPE, 1, decoded(photos), CPU).state_dict()
+    copy = photos.parent / "copy"
+    shutil.copytree(photos, copy)
+    Lane(RECIPE, 1, decoded(copy), CPU).load_state_dict(state)
+    cat, dog = (copy / "train" / name for name in ("cat", "dog"))
+    if change == "name":
+        (cat / "0.jpg").rename(cat / "00.jpg")
+    elif change == "class":
+        (cat / "0.jpg").rename(dog / "10.jpg")
+        (dog / "2.jpg").rename(cat / "12.jpg")
+    elif change == "size":
+        shutil.copy(cat / "1.png", cat / "3.png")
+    else:
+        for part in ("train", "val"):  # the second class becomes the last one
+            (copy / part / "dog").rename(copy / part / "zebra")
+    with pytest.raises(InputError, match="names or sizes of files have changed: restore the"):
+        Lane(RECIPE, 1, decoded(copy), CPU).load_state_dict(state)
+    del state["images"]  # a checkpoint of version 0.2
+    Lane(RECIPE, 1, decoded(copy), CPU).load_state_dict(state)
+
+
 # The feed
 
 

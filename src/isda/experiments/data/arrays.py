@@ -59,6 +59,7 @@ class ImageArrays:
     mean: tuple[float, ...]  # per channel, of images scaled to [0, 1]
     std: tuple[float, ...]
     class_names: tuple[str, ...]
+    digest: str = ""  # of the image files, if it was made from a folder
 
     @property
     def num_classes(self) -> int:

@@ -50,6 +50,7 @@ class DecodedImages:
     class_names: tuple[str, ...]
     image_size: int  # side S of the crops, in pixels
     place: str  # where the images are, and how many bytes they take
+    digest: str  # of the files, see FolderImages.digest
     interpolation: str = "bilinear"  # or bicubic
     mean: tuple[float, ...] = _MEAN
     std: tuple[float, ...] = _STD
@@ -122,6 +123,7 @@ def decode_folder(
         class_names=data.class_names,
         image_size=data.image_size,
         place=f"{_gibibytes(total)} {_PLACES[place]}",
+        digest=data.digest(),
         interpolation=data.interpolation,
     )
     if place == "off":

@@ -3,6 +3,7 @@
 This module finds the files; :mod:`isda.experiments.data.folder_cache` decodes them.
 """
 
+import hashlib
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -40,6 +41,20 @@ class FolderImages:
     def num_classes(self) -> int:
         """Number of classes C."""
         return len(self.class_names)
+
+    def digest(self) -> str:
+        """Hash of names and sizes of all files, the same for a copy of the folder."""
+        key = hashlib.sha256()
+        for files in (self.train_files, self.test_files):
+            for file in files:
+                name = os.fsencode(os.path.relpath(file, self.path))
+                try:
+                    size = os.stat(file).st_size
+                except OSError:  # reported when it is decoded
+                    size = -1
+                key.update(repr((name, size)).encode())
+            key.update(b"|")
+        return key.hexdigest()[:32]
 
     def hold_out(self, number: int = 5000, *, seed: int = 0) -> "FolderImages":
         """Validation split, as in :meth:`isda.experiments.data.arrays.ImageArrays.hold_out`."""

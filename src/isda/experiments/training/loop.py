@@ -376,8 +376,14 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
 
 
 def _load(lane: Lane, run: RunFolder) -> None:
+    def restore(state: dict[str, Any]) -> None:
+        try:
+            lane.load_state_dict(state)
+        except InputError as error:
+            raise InputError(f"{run.folder}: {error}") from error
+
     run.record_weights(lane.network.weights)
-    if run.load(lane.load_state_dict) is None:
+    if run.load(restore) is None:
         done = summary(run)
         if done.finished:  # an exported record has no checkpoint
             lane.epoch = lane.recipe.epochs
