@@ -127,6 +127,12 @@ def test_formats(tmp_path: Path) -> None:
         "bilevel.png": (rgb.convert("1"), {}),
         "animated.webp": (frames[0], {"save_all": True, "append_images": frames[1:]}),
         "photo.tiff": (rgb, {}),
+        "photo.jfif": (rgb, {}),
+        "animated.gif": (frames[0], {"save_all": True, "append_images": frames[1:]}),
+        "photo.bmp": (rgb, {}),
+        "photo.JP2": (rgb, {}),
+        "photo.pgm": (rgb.convert("L"), {}),
+        "photo.tga": (rgb, {}),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -142,6 +148,14 @@ def test_formats(tmp_path: Path) -> None:
             )
             (size,) = stored_sizes([str(file)], image_size=SIZE, threads=0)
             assert size == (18, 17)
+    classes = [tmp_path / "cat", tmp_path / "dog"]
+    for folder in classes:
+        folder.mkdir()
+        for name in saved:
+            shutil.copy(tmp_path / name, folder)
+        (folder / "photo.heic").write_bytes(b"")  # found, but not decoded
+    files = files_of(tmp_path)
+    assert len(files.train_files + files.test_files) == 2 * (len(saved) + 1)
 
 
 @pytest.mark.parametrize("kind", ["jpg", "webp", "png", "tiff"])
@@ -193,8 +207,8 @@ def spoil(photos: Path) -> dict[str, str]:
     (photos / "train" / "owl" / "gone.png").symlink_to("nowhere")
     return {
         "train/cat/0.jpg": "runcated",
-        "val/dog/1.png": "not an image",
-        "val/owl/2.jpg": "not an image",
+        "val/dog/1.png": "not an image that PIL reads",
+        "val/owl/2.jpg": "not an image that PIL reads",
         "train/owl/9.png": "100 times as long",
         "train/owl/gone.png": "No such file",
     }

@@ -150,9 +150,9 @@ def load_data(
       torchvision makes in ``root``.
     - ``imagenet`` is ``root`` with ``train/`` and ``val/``.
     - ``imagefolder:PATH`` has one folder per class in ``PATH/train`` (or ``training``) and in the
-      first of ``PATH/val``, ``valid``, ``validation``, ``test``, in upper or lower case. If there
-      is no such folder for testing, or if the classes are in ``PATH`` itself, one image in five of
-      each class is used for testing.
+      first of ``PATH/val``, ``valid``, ``validation``, ``test``, ``testing``, in upper or lower
+      case. If there is no such folder for testing, or if the classes are in ``PATH`` itself, one
+      image in five of each class is used for testing. Hidden files and folders are ignored.
 
     Args:
         spec: one of ``DATA``.

@@ -18,7 +18,12 @@ from isda.experiments.errors import InputError
 
 __all__ = ["FolderImages", "load_folder"]
 
-_TRAIN, _TEST = ("train", "training"), ("val", "valid", "validation", "test")
+_TRAIN = ("train", "training")
+_TEST = ("val", "valid", "validation", "test", "testing")
+_IMAGES = (
+    ".apng", ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg",
+    ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +118,10 @@ def load_folder(
     if len(class_names) < 2:
         raise InputError(
             f"{one_line(train)} must have folders of two or more classes, got {len(class_names)}"
+            + "".join(f": {one_line(name)}" for name in class_names)
         )
+    if trains and not test:
+        _require_no_other_part(path, train, class_names)
     strange = sorted({*_class_names(test)} - {*class_names}) if test else []
     if strange:
         raise InputError(
@@ -140,7 +148,9 @@ def load_folder(
     )
     empty = _absent(found)
     if empty:
-        raise InputError(f"{one_line(train)} has classes without images: {few(empty)}")
+        raise InputError(
+            f"{one_line(train)} has classes without images that PIL reads: {few(empty)}"
+        )
     if test:
         return found
     try:
@@ -165,26 +175,40 @@ def _class_names(path: Path) -> list[str]:
     )
 
 
+def _require_no_other_part(path: Path, train: Path, class_names: list[str]) -> None:
+    """Raise InputError if a folder beside ``train`` may hold the test images."""
+    others = [
+        name
+        for name in _class_names(path)
+        if path / name != train and {*_class_names(path / name)} & {*class_names}
+    ]
+    if others:
+        raise InputError(
+            f"{one_line(path)} has folders of the same classes in {train.name} and {few(others)}: "
+            "rename that with the test images to test, or move the others elsewhere"
+        )
+
+
 def _samples(path: Path, class_names: list[str], left_out: set[str]) -> list[tuple[str, int]]:
     """Files and classes, sorted; a link to a folder that contains it is not followed."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS  # slow to import
-
     above = _above(path)
     return [
         (file, number)
         for number, name in enumerate(class_names)
         if (path / name).is_dir()  # the test part may lack classes
         for file in _files(str(path / name), above)
-        if file.lower().endswith(IMG_EXTENSIONS) and file not in left_out
+        if file.lower().endswith(_IMAGES) and file not in left_out
     ]
 
 
 def _files(folder: str, above: set[tuple[int, int]]) -> list[str]:
-    """Files in a folder and the folders in it, sorted; pipes and devices are not files."""
+    """Files in a folder and the folders in it, sorted, without hidden ones, pipes and devices."""
     inside = above | {_identity(folder)}
     found = []
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.startswith("."):  # such as ._0.jpg, which macOS puts into archives
+                continue
             # of a link to itself, entry.is_dir() fails
             is_file = entry.is_file(follow_symlinks=False)
             if is_file or not os.path.isdir(entry.path):
