@@ -1,5 +1,6 @@
 """Data sets: splits, files on disk, and errors for invalid files."""
 
+import errno
 import hashlib
 import os
 import pickle
@@ -447,6 +448,19 @@ def test_links(tmp_path: Path) -> None:
     assert sum(file.parts[:2] == ("dog", "more") for file in files) == 5
     (photos / "cat" / "loop.png").symlink_to(photos / "cat" / "loop.png")
     assert len(folder_of(photos).train_files + folder_of(photos).test_files) == 17  # unreadable
+
+
+def test_a_class_that_cannot_be_read(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.scandir
+
+    def scandir(path: str) -> object:
+        if Path(path).name == "dog":  # permissions do not stop root
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    message = f"{photos}/train/dog cannot be read: Permission denied"
+    assert message_of(f"imagefolder:{photos}") == message
 
 
 def test_pipes_are_not_images(tmp_path: Path) -> None:

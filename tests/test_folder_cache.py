@@ -620,6 +620,43 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert folder_cache._free_memory(CPU) == pytest.approx(whole / 4, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "3000"}, 3000),  # a container
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max"}, None),
+        (
+            {
+                "proc/self/cgroup": "0::/slurm/job:1/step",
+                "sys/fs/cgroup/slurm/job:1/step/memory.max": "max",
+                "sys/fs/cgroup/slurm/job:1/memory.max": "5000",
+                "sys/fs/cgroup/slurm/memory.max": "7000",
+                "sys/fs/cgroup/other/memory.max": "1000",
+            },
+            5000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "9:cpu:/a\n4:hugetlb,memory:/b\n0::/",  # version 1
+                "sys/fs/cgroup/memory/b/memory.limit_in_bytes": "4000",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "1000",
+            },
+            4000,
+        ),
+    ],
+)
+def test_memory_of_a_job(
+    files: dict[str, str], limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files |= {"proc/meminfo": "MemAvailable: 8 kB"}
+    monkeypatch.setattr(
+        folder_cache, "_lines", lambda path: iter(files.get(str(path)[1:], "").splitlines())
+    )
+    assert folder_cache._free_memory(CPU) == (8192 if limit is None else limit)
+
+
 def test_a_folder_that_is_read_only(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_only(*folders: Path) -> None:
         monkeypatch.setattr(folder_cache.os, "access", lambda path, _: path not in folders)

@@ -5,7 +5,8 @@ This module finds the files; :mod:`isda.experiments.data.folder_cache` decodes t
 
 import hashlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -73,6 +74,16 @@ class FolderImages:
         )
 
 
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turn errors of the file system into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{one_line(error.filename)} cannot be read: {error.strerror}") from error
+
+
+@_reading()
 def load_folder(
     path: Path,
     *,
