@@ -755,6 +755,18 @@ def test_a_model_of_ones_own(own_models: str, tmp_path: Path) -> None:
     torch.save(model.state_dict(), path)
     loaded = create_network(f"{own_models}:small", num_classes=7, weights=path)
     torch.testing.assert_close(loaded(images), model(images))
+    torch.save(network.state_dict(), path)  # as in our checkpoints
+    again = create_network(f"{own_models}:small", num_classes=7, weights=path)
+    assert again.weights is not None
+    assert (again.weights.tensors, again.weights.new) == (4, ())
+    assert torch.equal(again(images), network(images))
+    fewer = create_network(f"{own_models}:small", num_classes=5, weights=path)
+    assert fewer.weights is not None
+    assert fewer.weights.new == ("3.weight", "3.bias")
+    with pytest.raises(
+        InputError, match=r"does not fit .*:projected: 2 of 4 tensors are missing: p"
+    ):
+        create_network(f"{own_models}:projected", num_classes=7, weights=path)
 
 
 def test_a_head_that_is_not_the_last_layer(own_models: str) -> None:

@@ -70,6 +70,9 @@ class WrappedNetwork(Network):
             tensors = {rename(key): value for key, value in read_tensors(weights).items()}
             new, misfit = load_tensors(model, self._path, tensors)
             if misfit:
+                new, still = load_tensors(model, self._path, _unwrapped(tensors, self._path))
+                misfit = still and misfit
+            if misfit:
                 raise InputError(f"{weights} does not fit {name}: {misfit}")
             self.weights = loaded(weights, model, new)
         model.set_submodule(self._path, nn.Identity())
@@ -217,6 +220,17 @@ def _densenet_name(name: str) -> str:
         for number in ("1", "2"):
             name = name.replace(f".{part}.{number}.", f".{part}{number}.")
     return name
+
+
+def _unwrapped(tensors: dict[str, Tensor], head: str) -> dict[str, Tensor]:
+    """Tensors of a WrappedNetwork, as in our checkpoints, with the names that the model has."""
+    names = {"model.": "", "head.": f"{head}."}
+    return {
+        own + name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        for prefix, own in names.items()
+        if name.startswith(prefix)
+    }
 
 
 def _head(name: str, model: nn.Module, num_classes: int) -> nn.Linear:
