@@ -1,5 +1,6 @@
 """Data sets: splits, files on disk, and errors for invalid files."""
 
+import errno
 import hashlib
 import os
 import pickle
@@ -353,18 +354,20 @@ def test_wrong_folders(tmp_path: Path) -> None:
     (tmp_path / "file").unlink()
     assert "two or more classes, got 0" in message_of(spec)
     make_images(tmp_path, {"cat": 3})
-    assert "two or more classes, got 1" in message_of(spec)
+    assert message_of(spec).endswith("two or more classes, got 1: cat")
     (tmp_path / "dog").mkdir()
-    assert message_of(spec) == f"{tmp_path} has classes without images: dog"
+    assert message_of(spec) == f"{tmp_path} has classes without images that PIL reads: dog"
     (tmp_path / "dog" / "notes.txt").write_text("no image")
-    assert message_of(spec) == f"{tmp_path} has classes without images: dog"
+    assert message_of(spec) == f"{tmp_path} has classes without images that PIL reads: dog"
     make_images(tmp_path, {"owl": 1, "rat": 1})
     (tmp_path / "dog" / "notes.txt").rename(tmp_path / "dog" / "0.jpg")
     assert folder_of(tmp_path).num_classes == 4  # no image, which is found when it is decoded
     assert "must have train/ and val/" in message_of("imagenet", root=tmp_path)
 
 
-@pytest.mark.parametrize("parts", [("Train", "Val"), ("training", "validation")])
+@pytest.mark.parametrize(
+    "parts", [("Train", "Val"), ("training", "validation"), ("Training", "Testing")]
+)
 def test_names_of_the_parts(parts: tuple[str, str], photos: Path) -> None:
     expected = folder_of(photos)
     for part, name in zip(("train", "val"), parts, strict=True):
@@ -372,6 +375,26 @@ def test_names_of_the_parts(parts: tuple[str, str], photos: Path) -> None:
     found = folder_of(photos)
     assert found.class_names == expected.class_names
     assert (len(found.train_files), len(found.test_files)) == (21, 7)
+
+
+def test_a_test_part_with_another_name(photos: Path) -> None:
+    """Otherwise one training image in five would be tested instead."""
+    (photos / "val").rename(photos / "eval")
+    message = f"{photos} has folders of the same classes in train and eval: rename that with the"
+    assert message_of(f"imagefolder:{photos}").startswith(message)
+    (photos / "eval" / "dog").rename(photos / "eval" / "emu")
+    (photos / "eval" / "cat").rename(photos / "eval" / "yak")
+    assert len(folder_of(photos).test_files) == 4  # of 21 training images
+
+
+def test_hidden_files_are_not_images(photos: Path) -> None:
+    """As in archives made by macOS, and beside notebooks."""
+    expected = folder_of(photos)
+    for name in ("._0.jpg", ".checkpoints/0.jpg"):
+        path = photos / "train" / "cat" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    assert folder_of(photos).train_files == expected.train_files
 
 
 def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
@@ -397,7 +420,9 @@ def test_names_that_are_hard_to_show(tmp_path: Path) -> None:
     make_images(tmp_path, names)
     assert folder_of(tmp_path).class_names == tuple(sorted(names))
     (tmp_path / "no\nimages").mkdir()
-    assert message_of(f"imagefolder:{tmp_path}").endswith("without images: no\\nimages")
+    assert message_of(f"imagefolder:{tmp_path}").endswith(
+        "without images that PIL reads: no\\nimages"
+    )
     assert message_of(f"imagefolder:{tmp_path}/a\nb").endswith("a\\nb does not exist")
 
 
@@ -423,6 +448,19 @@ def test_links(tmp_path: Path) -> None:
     assert sum(file.parts[:2] == ("dog", "more") for file in files) == 5
     (photos / "cat" / "loop.png").symlink_to(photos / "cat" / "loop.png")
     assert len(folder_of(photos).train_files + folder_of(photos).test_files) == 17  # unreadable
+
+
+def test_a_class_that_cannot_be_read(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = os.scandir
+
+    def scandir(path: str) -> object:
+        if Path(path).name == "dog":  # permissions do not stop root
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    message = f"{photos}/train/dog cannot be read: Permission denied"
+    assert message_of(f"imagefolder:{photos}") == message
 
 
 def test_pipes_are_not_images(tmp_path: Path) -> None:

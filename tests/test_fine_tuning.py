@@ -27,6 +27,7 @@ from isda.experiments.data import decoding, folder_cache
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
 from isda.experiments.data.decoding import decode_center_crop
 from isda.experiments.data.features import FeatureArrays
+from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.networks import Network, create_network, find_weights, own_preprocessing
 from isda.experiments.networks.pretrained import read_tensors
@@ -474,6 +475,8 @@ def test_features_are_those_of_the_network(
     assert sorted(decoded) == sorted((*files.train_files, *files.test_files))  # each once
     assert isinstance(data, FeatureArrays)
     assert isinstance(split, FeatureArrays)
+    assert isinstance(files, FolderImages)
+    assert data.digest == split.digest == files.digest() != files.hold_out(3).digest()
     assert len(split.train_target) == len(data.train_target) - 3
 
     network = create_network(RESNET, num_classes=3, weights=find_weights(RESNET, recipe.weights))

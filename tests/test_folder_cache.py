@@ -128,6 +128,12 @@ def test_formats(tmp_path: Path) -> None:
         "bilevel.png": (rgb.convert("1"), {}),
         "animated.webp": (frames[0], {"save_all": True, "append_images": frames[1:]}),
         "photo.tiff": (rgb, {}),
+        "photo.jfif": (rgb, {}),
+        "animated.gif": (frames[0], {"save_all": True, "append_images": frames[1:]}),
+        "photo.bmp": (rgb, {}),
+        "photo.JP2": (rgb, {}),
+        "photo.pgm": (rgb.convert("L"), {}),
+        "photo.tga": (rgb, {}),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -143,6 +149,14 @@ def test_formats(tmp_path: Path) -> None:
             )
             (size,) = stored_sizes([str(file)], image_size=SIZE, threads=0)
             assert size == (18, 17)
+    classes = [tmp_path / "cat", tmp_path / "dog"]
+    for folder in classes:
+        folder.mkdir()
+        for name in saved:
+            shutil.copy(tmp_path / name, folder)
+        (folder / "photo.heic").write_bytes(b"")  # found, but not decoded
+    files = files_of(tmp_path)
+    assert len(files.train_files + files.test_files) == 2 * (len(saved) + 1)
 
 
 @pytest.mark.parametrize("kind", ["jpg", "webp", "png", "tiff"])
@@ -194,8 +208,8 @@ def spoil(photos: Path) -> dict[str, str]:
     (photos / "train" / "owl" / "gone.png").symlink_to("nowhere")
     return {
         "train/cat/0.jpg": "runcated",
-        "val/dog/1.png": "not an image",
-        "val/owl/2.jpg": "not an image",
+        "val/dog/1.png": "not an image that PIL reads",
+        "val/owl/2.jpg": "not an image that PIL reads",
         "train/owl/9.png": "100 times as long",
         "train/owl/gone.png": "No such file",
     }
@@ -367,6 +381,30 @@ def test_resumed_from_a_checkpoint(cache: str, photos: Path) -> None:
     assert results + train([second], 1) == expected
     for one, other in zip(second.tensors(), whole.tensors(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("change", ["name", "class", "size", "class names"])
+def test_not_resumed_on_other_images(change: str, photos: Path) -> None:
+    """As many images and classes as before, but not the same."""
+    state = Lane(RECIPE, 1, decoded(photos), CPU).state_dict()
+    copy = photos.parent / "copy"
+    shutil.copytree(photos, copy)
+    Lane(RECIPE, 1, decoded(copy), CPU).load_state_dict(state)
+    cat, dog = (copy / "train" / name for name in ("cat", "dog"))
+    if change == "name":
+        (cat / "0.jpg").rename(cat / "00.jpg")
+    elif change == "class":
+        (cat / "0.jpg").rename(dog / "10.jpg")
+        (dog / "2.jpg").rename(cat / "12.jpg")
+    elif change == "size":
+        shutil.copy(cat / "1.png", cat / "3.png")
+    else:
+        for part in ("train", "val"):  # the second class becomes the last one
+            (copy / part / "dog").rename(copy / part / "zebra")
+    with pytest.raises(InputError, match="names or sizes of files have changed: restore the"):
+        Lane(RECIPE, 1, decoded(copy), CPU).load_state_dict(state)
+    del state["images"]  # a checkpoint of version 0.2
+    Lane(RECIPE, 1, decoded(copy), CPU).load_state_dict(state)
 
 
 # The feed
@@ -610,6 +648,43 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < whole <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert folder_cache._free_memory(CPU) == pytest.approx(whole / 4, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "3000"}, 3000),  # a container
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max"}, None),
+        (
+            {
+                "proc/self/cgroup": "0::/slurm/job:1/step",
+                "sys/fs/cgroup/slurm/job:1/step/memory.max": "max",
+                "sys/fs/cgroup/slurm/job:1/memory.max": "5000",
+                "sys/fs/cgroup/slurm/memory.max": "7000",
+                "sys/fs/cgroup/other/memory.max": "1000",
+            },
+            5000,
+        ),
+        (
+            {
+                "proc/self/cgroup": "9:cpu:/a\n4:hugetlb,memory:/b\n0::/",  # version 1
+                "sys/fs/cgroup/memory/b/memory.limit_in_bytes": "4000",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "1000",
+            },
+            4000,
+        ),
+    ],
+)
+def test_memory_of_a_job(
+    files: dict[str, str], limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files |= {"proc/meminfo": "MemAvailable: 8 kB"}
+    monkeypatch.setattr(
+        folder_cache, "_lines", lambda path: iter(files.get(str(path)[1:], "").splitlines())
+    )
+    assert folder_cache._free_memory(CPU) == (8192 if limit is None else limit)
 
 
 def test_a_folder_that_is_read_only(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -701,6 +701,31 @@ def broken(num_classes):
 
 def maps(num_classes):
     return nn.Sequential(nn.Conv2d(3, num_classes, 1), nn.Flatten())
+
+def alone(num_classes):
+    return nn.Linear(48, num_classes)
+
+def lazy(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+class Projected(nn.Module):  # a layer for another loss comes after the head
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = nn.Linear(48, num_classes)
+        self.projection = nn.Linear(48, 4)
+
+    def forward(self, images):
+        return self.head(images.flatten(1))
+
+def projected(num_classes):
+    return Projected(num_classes)
+
+def transformer(num_classes):
+    import timm
+
+    return timm.create_model(
+        "test_vit", num_classes=num_classes, img_size=32, drop_path_rate=0.5, attn_drop_rate=0.5
+    )
 """
 
 
@@ -730,6 +755,35 @@ def test_a_model_of_ones_own(own_models: str, tmp_path: Path) -> None:
     torch.save(model.state_dict(), path)
     loaded = create_network(f"{own_models}:small", num_classes=7, weights=path)
     torch.testing.assert_close(loaded(images), model(images))
+    torch.save(network.state_dict(), path)  # as in our checkpoints
+    again = create_network(f"{own_models}:small", num_classes=7, weights=path)
+    assert again.weights is not None
+    assert (again.weights.tensors, again.weights.new) == (4, ())
+    assert torch.equal(again(images), network(images))
+    fewer = create_network(f"{own_models}:small", num_classes=5, weights=path)
+    assert fewer.weights is not None
+    assert fewer.weights.new == ("3.weight", "3.bias")
+    with pytest.raises(
+        InputError, match=r"does not fit .*:projected: 2 of 4 tensors are missing: p"
+    ):
+        create_network(f"{own_models}:projected", num_classes=7, weights=path)
+
+
+def test_a_head_that_is_not_the_last_layer(own_models: str) -> None:
+    network = create_network(f"{own_models}:projected", num_classes=7)
+    images = torch.randn(5, 3, 4, 4)
+    network.check(images, network(images))
+    assert network.get_classifier().out_features == 7
+
+
+def test_random_layers_of_ones_own(own_models: str) -> None:
+    """timm's attention reads the rate of the dropout layer and drops by itself."""
+    network = create_network(f"{own_models}:transformer", num_classes=3).train()
+    depths = [part.drop_rate for part in network.modules() if isinstance(part, DropPath)]
+    assert max(depths) == pytest.approx(0.5)
+    rates = [part.attn_drop.p for part in network.modules() if hasattr(part, "attn_drop")]
+    assert rates == [0.5] * len(rates) != []
+    assert network(torch.randn(2, 3, 32, 32)).shape == (2, 3)
 
 
 def test_models_of_ones_own_that_cannot_be_used(own_models: str) -> None:
@@ -739,7 +793,9 @@ def test_models_of_ones_own_that_cannot_be_used(own_models: str) -> None:
         ("nothing", "must return an nn.Module, got NoneType"),
         ("broken", r"\(num_classes=7\) failed: KeyError: 'no such file'"),
         ("smal", "unknown function of .* 'smal'; did you mean small?"),
-        ("maps", "must end in an nn.Linear with 7 outputs"),
+        ("maps", "must end in an nn.Linear with 7 outputs, .* but ends in a Conv2d with 7 outputs"),
+        ("alone", "must return a model that ends in an nn.Linear, got only that layer"),
+        ("lazy", "must not have lazy layers: give their numbers of inputs"),
     ):
         with pytest.raises(InputError, match=message):
             create_network(f"{own_models}:{function}", num_classes=7)

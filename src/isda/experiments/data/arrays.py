@@ -60,6 +60,7 @@ class ImageArrays:
     mean: tuple[float, ...]  # per channel, of images scaled to [0, 1]
     std: tuple[float, ...]
     class_names: tuple[str, ...]
+    digest: str = ""  # of the image files, if it was made from a folder
 
     @property
     def num_classes(self) -> int:
@@ -143,9 +144,9 @@ def load_data(
       torchvision makes in ``root``.
     - ``imagenet`` is ``root`` with ``train/`` and ``val/``.
     - ``imagefolder:PATH`` has one folder per class in ``PATH/train`` (or ``training``) and in the
-      first of ``PATH/val``, ``valid``, ``validation``, ``test``, in upper or lower case. If there
-      is no such folder for testing, or if the classes are in ``PATH`` itself, one image in five of
-      each class is used for testing.
+      first of ``PATH/val``, ``valid``, ``validation``, ``test``, ``testing``, in upper or lower
+      case. If there is no such folder for testing, or if the classes are in ``PATH`` itself, one
+      image in five of each class is used for testing. Hidden files and folders are ignored.
 
     Args:
         spec: one of ``DATA``.

@@ -287,5 +287,5 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, Image.UnidentifiedImageError):
-        return "not an image"
+        return "not an image that PIL reads"
     return one_line(str(error) or type(error).__name__)

@@ -50,6 +50,7 @@ class DecodedImages:
     class_names: tuple[str, ...]
     image_size: int  # side S of the crops, in pixels
     place: str  # where the images are, and how many bytes they take
+    digest: str  # of the files, see FolderImages.digest
     interpolation: str = "bilinear"  # or bicubic
     mean: tuple[float, ...] = _MEAN
     std: tuple[float, ...] = _STD
@@ -128,6 +129,7 @@ def decode_folder(
         class_names=data.class_names,
         image_size=data.image_size,
         place=f"{_gibibytes(total)} {_PLACES[place]}",
+        digest=data.digest(),
         interpolation=data.interpolation,
     )
     if place == "off":
@@ -280,9 +282,22 @@ def _free_memory(device: torch.device) -> int:
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = 1024 * int(line.split()[1])
-    limit = next(_lines(Path("/sys/fs/cgroup/memory.max")), "max").strip()
-    free = min(free, int(limit)) if limit.isdecimal() else free
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min([free, *_memory_limits()]) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def _memory_limits() -> Iterator[int]:
+    """Limits in bytes of the control groups of this process, such as a container or a job."""
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, name = Path("/sys/fs/cgroup"), "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+        else:
+            continue
+        path = root / group.lstrip("/")
+        for folder in (path, *path.parents):  # in a container the group is the root itself
+            yield from (int(limit) for limit in _lines(folder / name) if limit.isdecimal())
 
 
 def _free_disk(path: Path) -> int:

@@ -3,8 +3,10 @@
 This module finds the files; :mod:`isda.experiments.data.folder_cache` decodes them.
 """
 
+import hashlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +19,12 @@ from isda.experiments.errors import InputError
 
 __all__ = ["FolderImages", "load_folder"]
 
-_TRAIN, _TEST = ("train", "training"), ("val", "valid", "validation", "test")
+_TRAIN = ("train", "training")
+_TEST = ("val", "valid", "validation", "test", "testing")
+_IMAGES = (
+    ".apng", ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg",
+    ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +48,20 @@ class FolderImages:
         """Number of classes C."""
         return len(self.class_names)
 
+    def digest(self) -> str:
+        """Hash of names and sizes of all files, the same for a copy of the folder."""
+        key = hashlib.sha256()
+        for files in (self.train_files, self.test_files):
+            for file in files:
+                name = os.fsencode(os.path.relpath(file, self.path))
+                try:
+                    size = os.stat(file).st_size
+                except OSError:  # reported when it is decoded
+                    size = -1
+                key.update(repr((name, size)).encode())
+            key.update(b"|")
+        return key.hexdigest()[:32]
+
     def hold_out(self, number: int = 5000, *, seed: int = 0) -> "FolderImages":
         """Validation split, as in :meth:`isda.experiments.data.arrays.ImageArrays.hold_out`."""
         kept, held = split(self.train_target, number, seed=seed)
@@ -53,6 +74,16 @@ class FolderImages:
         )
 
 
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turn errors of the file system into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{one_line(error.filename)} cannot be read: {error.strerror}") from error
+
+
+@_reading()
 def load_folder(
     path: Path,
     *,
@@ -98,7 +129,10 @@ def load_folder(
     if len(class_names) < 2:
         raise InputError(
             f"{one_line(train)} must have folders of two or more classes, got {len(class_names)}"
+            + "".join(f": {one_line(name)}" for name in class_names)
         )
+    if trains and not test:
+        _require_no_other_part(path, train, class_names)
     strange = sorted({*_class_names(test)} - {*class_names}) if test else []
     if strange:
         raise InputError(
@@ -125,7 +159,9 @@ def load_folder(
     )
     empty = _absent(found)
     if empty:
-        raise InputError(f"{one_line(train)} has classes without images: {few(empty)}")
+        raise InputError(
+            f"{one_line(train)} has classes without images that PIL reads: {few(empty)}"
+        )
     if test:
         return found
     try:
@@ -150,26 +186,40 @@ def _class_names(path: Path) -> list[str]:
     )
 
 
+def _require_no_other_part(path: Path, train: Path, class_names: list[str]) -> None:
+    """Raise InputError if a folder beside ``train`` may hold the test images."""
+    others = [
+        name
+        for name in _class_names(path)
+        if path / name != train and {*_class_names(path / name)} & {*class_names}
+    ]
+    if others:
+        raise InputError(
+            f"{one_line(path)} has folders of the same classes in {train.name} and {few(others)}: "
+            "rename that with the test images to test, or move the others elsewhere"
+        )
+
+
 def _samples(path: Path, class_names: list[str], left_out: set[str]) -> list[tuple[str, int]]:
     """Files and classes, sorted; a link to a folder that contains it is not followed."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS  # slow to import
-
     above = _above(path)
     return [
         (file, number)
         for number, name in enumerate(class_names)
         if (path / name).is_dir()  # the test part may lack classes
         for file in _files(str(path / name), above)
-        if file.lower().endswith(IMG_EXTENSIONS) and file not in left_out
+        if file.lower().endswith(_IMAGES) and file not in left_out
     ]
 
 
 def _files(folder: str, above: set[tuple[int, int]]) -> list[str]:
-    """Files in a folder and the folders in it, sorted; pipes and devices are not files."""
+    """Files in a folder and the folders in it, sorted, without hidden ones, pipes and devices."""
     inside = above | {_identity(folder)}
     found = []
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.name.startswith("."):  # such as ._0.jpg, which macOS puts into archives
+                continue
             # of a link to itself, entry.is_dir() fails
             is_file = entry.is_file(follow_symlinks=False)
             if is_file or not os.path.isdir(entry.path):

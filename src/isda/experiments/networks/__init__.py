@@ -105,7 +105,7 @@ def own_image_size(name: str) -> int | None:
     """Image size that a timm model was designed for; None for other networks."""
     if not name.startswith("timm:"):
         return None
-    from isda.experiments.networks.timm import image_size  # slow to import
+    from isda.experiments.networks.timm_network import image_size  # slow to import
 
     return image_size(name.removeprefix("timm:"))
 
@@ -114,7 +114,7 @@ def own_preprocessing(name: str) -> Preprocessing | None:
     """How the images of the pretrained weights were prepared; None if nobody knows."""
     kind, _, model = name.partition(":")
     if kind == "timm":
-        from isda.experiments.networks.timm import preprocessing  # slow to import
+        from isda.experiments.networks.timm_network import preprocessing  # slow to import
 
         return preprocessing(model)
     if kind == "torchvision":
@@ -155,7 +155,7 @@ def require_network(name: str, *, drop_rate: float = 0.0) -> None:
 def _builder(name: str) -> Callable[..., Network]:
     kind, colon, model = name.partition(":")
     if kind == "timm" and colon:
-        from isda.experiments.networks.timm import TimmNetwork  # slow to import
+        from isda.experiments.networks.timm_network import TimmNetwork  # slow to import
 
         return partial(TimmNetwork, model)
     if colon:

@@ -7,6 +7,7 @@ several ranks.
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from isda.experiments.data import counter_rng
 
-__all__ = ["DropPath", "Dropout", "ShakeShake", "bind_key"]
+__all__ = ["DropPath", "Dropout", "ShakeShake", "bind_key", "replace_random_layers"]
 
 
 class _RandomLayer(nn.Module):
@@ -38,6 +39,11 @@ class Dropout(_RandomLayer):
     def __init__(self, drop_rate: float) -> None:
         super().__init__()
         self.drop_rate = drop_rate
+
+    @property
+    def p(self) -> float:
+        """Name of the rate in ``nn.Dropout``, which some models read for fused attention."""
+        return self.drop_rate
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -100,6 +106,20 @@ def bind_key(network: nn.Module, key: Tensor | None, *, offset: int = 0) -> int:
     for stream, layer in enumerate(layers):
         layer.key, layer.stream, layer.offset = key, stream, offset
     return len(layers)
+
+
+def replace_random_layers(model: nn.Module) -> None:
+    """Replace active dropout and stochastic depth of torch, torchvision and timm by ours."""
+    from torchvision.ops import StochasticDepth  # slow to import
+
+    timm = sys.modules.get("timm.layers")  # a model with timm's layers has imported it
+    for path, layer in [*model.named_modules()]:
+        if isinstance(layer, nn.Dropout) and layer.p:
+            model.set_submodule(path, Dropout(layer.p))
+        elif isinstance(layer, StochasticDepth) and layer.p and layer.mode == "row":
+            model.set_submodule(path, DropPath(layer.p))
+        elif timm is not None and isinstance(layer, timm.DropPath) and layer.drop_prob:
+            model.set_submodule(path, DropPath(layer.drop_prob))
 
 
 class _Shake(torch.autograd.Function):

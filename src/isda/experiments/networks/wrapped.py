@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.networks.network import Network
@@ -22,7 +23,7 @@ from isda.experiments.networks.pretrained import (
     loaded,
     read_tensors,
 )
-from isda.experiments.networks.stochastic import Dropout, DropPath
+from isda.experiments.networks.stochastic import Dropout, replace_random_layers
 from isda.heads import find_head
 
 __all__ = [
@@ -62,22 +63,15 @@ class WrappedNetwork(Network):
     ) -> None:
         super().__init__()
         self.name = name
-        try:
-            head = find_head(model)
-        except ValueError as error:
-            reason = str(error).partition(";")[0]  # without arguments of attach
-            raise InputError(f"{name} cannot be used: {reason}") from error
-        if not isinstance(head, nn.Linear) or head is model or head.out_features != num_classes:
-            outputs = getattr(head, "out_features", "no")
-            raise InputError(
-                f"{name} must end in an nn.Linear with {num_classes} outputs, one per class, but "
-                f"ends in a {type(head).__name__} with {outputs} outputs"
-            )
-        _own_random_layers(model)
+        head = _head(name, model, num_classes)
+        replace_random_layers(model)
         self._path = next(path for path, part in model.named_modules() if part is head)
         if weights is not None:
             tensors = {rename(key): value for key, value in read_tensors(weights).items()}
             new, misfit = load_tensors(model, self._path, tensors)
+            if misfit:
+                new, still = load_tensors(model, self._path, _unwrapped(tensors, self._path))
+                misfit = still and misfit
             if misfit:
                 raise InputError(f"{weights} does not fit {name}: {misfit}")
             self.weights = loaded(weights, model, new)
@@ -228,16 +222,42 @@ def _densenet_name(name: str) -> str:
     return name
 
 
+def _unwrapped(tensors: dict[str, Tensor], head: str) -> dict[str, Tensor]:
+    """Tensors of a WrappedNetwork, as in our checkpoints, with the names that the model has."""
+    names = {"model.": "", "head.": f"{head}."}
+    return {
+        own + name.removeprefix(prefix): value
+        for name, value in tensors.items()
+        for prefix, own in names.items()
+        if name.startswith(prefix)
+    }
+
+
+def _head(name: str, model: nn.Module, num_classes: int) -> nn.Linear:
+    """The only nn.Linear with an output per class; of several, the one that attach would take."""
+    if any(map(is_lazy, model.parameters())):
+        raise InputError(f"{name} must not have lazy layers: give their numbers of inputs")
+    if isinstance(model, nn.Linear):
+        raise InputError(
+            f"{name} must return a model that ends in an nn.Linear, got only that layer"
+        )
+    linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    fitting = [part for part in linear if part.out_features == num_classes]
+    if len(fitting) == 1:
+        return fitting[0]
+    try:
+        head = find_head(model)
+    except ValueError as error:
+        reason = str(error).partition(";")[0]  # without arguments of attach
+        raise InputError(f"{name} cannot be used: {reason}") from error
+    if isinstance(head, nn.Linear) and head.out_features == num_classes:
+        return head
+    outputs = head.out_features if isinstance(head, nn.Linear) else head.out_channels
+    raise InputError(
+        f"{name} must end in an nn.Linear with {num_classes} outputs, one per class, but "
+        f"ends in a {type(head).__name__} with {outputs} outputs"
+    )
+
+
 def _named(name: str, parameters: Any) -> bool:
     return any(one.name == name for one in parameters)
-
-
-def _own_random_layers(model: nn.Module) -> None:
-    """Replace active dropout and stochastic depth layers by ours."""
-    from torchvision.ops import StochasticDepth
-
-    for path, layer in [*model.named_modules()]:
-        if isinstance(layer, nn.Dropout) and layer.p:
-            model.set_submodule(path, Dropout(layer.p))
-        elif isinstance(layer, StochasticDepth) and layer.p and layer.mode == "row":
-            model.set_submodule(path, DropPath(layer.p))

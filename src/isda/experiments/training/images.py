@@ -210,6 +210,7 @@ def _features(
         mean=data.mean,
         std=data.std,
         class_names=tuple(data.class_names),
+        digest=data.digest,
         backbone=Backbone.of(network),
     )
 

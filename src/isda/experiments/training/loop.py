@@ -33,7 +33,7 @@ from isda.experiments.training.environment import environment
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, own_images, same_steps, whole_seeds
 from isda.experiments.training.images import kept_images
-from isda.experiments.training.memory import is_out_of_memory
+from isda.experiments.training.memory import is_out_of_memory, peak_of_runs
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.progress import label_of, show_epochs
@@ -281,7 +281,7 @@ class _Training:
             if self.options.whole_runs and len(members) > 1 and recent and not (failed or last):
                 fewer = last = self._leave_out(members, mean(recent))
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
-            memory = _peak_memory(lanes)
+            memory = peak_of_runs(lanes)
             share = seconds / len(lanes)
             with together():
                 for member, result, writer in zip(members, results, writers, strict=True):
@@ -335,14 +335,6 @@ def _write(
             writer.add_scalar(key, value, metrics["epoch"])
 
 
-def _peak_memory(lanes: Sequence[Lane]) -> dict[str, float]:
-    """Peak memory per run of a GPU, if all its runs use the same method."""
-    device = lanes[0].device
-    if device.type != "cuda" or len({lane.recipe.method for lane in lanes}) > 1:
-        return {}
-    return {"peak_mib": torch.cuda.max_memory_allocated(device) / 2**20 / len(lanes)}
-
-
 def _metrics(
     lane: Lane,
     epoch: int,
@@ -388,8 +380,14 @@ def _restore(lane: Lane, run: RunFolder | None) -> None:
 
 
 def _load(lane: Lane, run: RunFolder) -> None:
+    def restore(state: dict[str, Any]) -> None:
+        try:
+            lane.load_state_dict(state)
+        except InputError as error:
+            raise InputError(f"{run.folder}: {error}") from error
+
     run.record_weights(lane.network.weights)
-    if run.load(lane.load_state_dict) is None:
+    if run.load(restore) is None:
         done = summary(run)
         if done.finished:  # an exported record has no checkpoint
             lane.epoch = lane.recipe.epochs

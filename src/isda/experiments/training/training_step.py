@@ -203,6 +203,7 @@ class Lane:
             "epoch": self.epoch,
             "steps": self.steps,
             "data": self._data_size(),
+            "images": self.data.digest,
             "network": self.network.state_dict(),
             "criterion": self.criterion.state_dict(),
             "momentum": optimizer_state(self.optimizer),
@@ -216,10 +217,16 @@ class Lane:
         Raises:
             InputError: the data set or the generator has changed since the checkpoint.
         """
+        restore = "restore the images, or train in another folder with --out"
         if state["data"] != self._data_size():
             raise InputError(
                 f"{self.recipe.data} has {self._data_size()} training images, test images and "
-                f"classes, but the checkpoint was made with {state['data']}"
+                f"classes, but the checkpoint was made with {state['data']}: {restore}"
+            )
+        if state.get("images", self.data.digest) != self.data.digest:
+            raise InputError(
+                f"{self.recipe.data} has as many images as the checkpoint was made with, but names "
+                f"or sizes of files have changed: {restore}"
             )
         if state.get("generator", 0) != self.generator_digest:
             raise InputError(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import timm
-import timm.layers
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ from isda.experiments.networks.pretrained import (
     loaded,
     read_tensors,
 )
-from isda.experiments.networks.stochastic import Dropout, DropPath
+from isda.experiments.networks.stochastic import Dropout, replace_random_layers
 
 __all__ = ["TimmNetwork", "image_size", "preprocessing"]
 
@@ -62,7 +61,7 @@ class TimmNetwork(Network):
         path = next(path for path, part in self.model.named_modules() if part is classifier)
         if weights is not None:
             self._load(weights, path, in_channels)
-        _own_random_layers(self.model)
+        replace_random_layers(self.model)
         if is_conv:
             self.model.set_submodule(path, _linear(classifier))
         self.dropout = Dropout(drop_rate) if drop_rate else None
@@ -152,15 +151,6 @@ def preprocessing(name: str) -> Preprocessing:
         interpolation=found.interpolation,
         test_crop=min(1.0, side / resized),
     )
-
-
-def _own_random_layers(model: nn.Module) -> None:
-    """Replace active dropout and stochastic depth layers by ours."""
-    for path, layer in [*model.named_modules()]:
-        if isinstance(layer, nn.Dropout) and layer.p:
-            model.set_submodule(path, Dropout(layer.p))
-        elif isinstance(layer, timm.layers.DropPath) and layer.drop_prob:
-            model.set_submodule(path, DropPath(layer.drop_prob))
 
 
 @contextlib.contextmanager
