@@ -231,6 +231,16 @@ def test_bad_batches_change_nothing(fault, device):
     assert criterion.step == 0
 
 
+def test_targets_that_are_not_tensors():
+    x, labels = batch(torch.device("cpu"))
+    for name, arguments in (
+        ("target", (x.features, x.weight, labels.tolist())),
+        ("features", (x.features.tolist(), x.weight, labels)),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
+            make(torch.device("cpu"))(*arguments)
+
+
 def test_estimators_that_do_not_fit():
     class Own:
         def update(self, features: Tensor, target: Tensor) -> None: ...

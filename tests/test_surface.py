@@ -318,8 +318,12 @@ def test_grow_keeps_the_statistics(structure, device):
     loss = criterion(wide.features, wide.weight, wide.target)
     assert loss.isfinite()
     assert criterion.estimator.num_classes == criterion.num_classes == C + 2
-    with pytest.raises(ValueError, match="num_classes must be >= 7, the present number, got 3"):
-        criterion.grow(3)
+    for number in (6, 7.0):
+        message = f"num_classes must be >= 7, the present number, got {number}"
+        with pytest.raises(ValueError, match=message):
+            criterion.grow(number)
+    criterion.grow(C + 2)  # nothing changes
+    assert len(criterion.estimator.class_covariance(C + 1)) == A
     again = ISDALoss(A, C + 2, covariance=structure)
     again.load_state_dict(criterion.state_dict())
 
@@ -329,21 +333,21 @@ def test_statistics_of_a_class_in_every_structure(device):
     count, mean, covariance = reference.class_moments(x.features, x.target, C)
     pooled = reference.pooled_moments(x.features, x.target)[2]
     expected = {
-        "full": covariance[2],
-        "diagonal": torch.diag(covariance[2].diagonal()),
+        "full": covariance[3],
+        "diagonal": torch.diag(covariance[3].diagonal()),
         "shared": pooled,
         "identity": torch.eye(A, dtype=torch.float64),
     }
     for structure, matrix in expected.items():
         estimator = make(device, covariance=structure).estimator
         estimator.update(x.features, x.target)
-        close(estimator.class_covariance(2), matrix)
+        close(estimator.class_covariance(3), matrix)
         if structure in ("full", "diagonal"):
-            close(estimator.class_mean(2), mean[2])
+            close(estimator.class_mean(3), mean[3])
             assert estimator.moments.count.tolist() == count.tolist()
         else:
             with pytest.raises(TypeError, match="keeps no mean of each class"):
-                estimator.class_mean(2)
+                estimator.class_mean(3)
 
 
 class LearnedVariance(nn.Module):
