@@ -635,6 +635,11 @@ def test_training_in_eval_mode_warns_once(model, images, target):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         criterion(model(images), target)  # validation
+    criterion.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        criterion(model(images), target)
+    criterion.train()
     with pytest.warns(UserWarning, match="ordinary cross entropy without augmentation") as seen:
         criterion(model(images), target)
     assert seen[0].filename == __file__  # the line of the user, not one of torch

@@ -46,7 +46,9 @@ def test_classifier_of_timm():
     assert find_head(model) is model.head
     assert find_head(Wrapper(model)) is model.head
     assert find_head(torch.compile(Wrapper(model))) is model.head
-    assert find_head(Backwards()).in_features == 4  # the last one, for want of better knowledge
+    model.get_classifier = nn.Identity  # no linear layer
+    for other in (model, Backwards()):
+        assert find_head(other) is other.body  # the last one, for want of better knowledge
 
 
 def test_a_model_with_a_submodule_called_module():
@@ -92,6 +94,26 @@ def test_head_by_name():
     assert attach(Wrapper(model), head="module.head").heads == (model.head,)
 
 
+class NoBias(nn.Module):
+    def forward(self, features: Tensor, weight: Tensor, target: Tensor, *, logits: Tensor): ...
+
+
+class NoLogits(nn.Module):
+    def forward(self, features: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor): ...
+
+
+def test_a_subclass_with_a_forward_of_its_own_may_have_other_sizes():
+    """As of features that it projects to fewer dimensions first."""
+
+    class Projected(isda.ISDALoss):
+        def forward(self, features, weight, target, *, bias=None, logits=None):
+            return super().forward(features[:, :3], weight[:, :3], target, logits=logits)
+
+    model = nn.Linear(8, C)
+    criterion = attach(model, Projected(3, C, ramp="constant"))
+    assert criterion(model(torch.randn(2, 8)), torch.tensor([1, 4])) > 0
+
+
 def mistakes() -> dict:
     model = Backwards()
     lazy = nn.Sequential(nn.Linear(4, 8), nn.LazyLinear(C))
@@ -114,6 +136,10 @@ def mistakes() -> dict:
         ),
         "stride": (
             lambda: attach(m := nn.Sequential(nn.Conv2d(3, 4, 1, stride=2)), head=m[0]),
+            "head must be an nn.Linear or a 1×1 convolution (stride 1, no padding, one group), got",
+        ),
+        "padding": (
+            lambda: attach(m := nn.Sequential(nn.Conv2d(3, 4, 1, padding=1)), head=m[0]),
             "head must be an nn.Linear or a 1×1 convolution (stride 1, no padding, one group), got",
         ),
         "lazy": (lambda: attach(lazy), "run one batch through a lazy model"),
@@ -158,6 +184,11 @@ def mistakes() -> dict:
         "cross entropy": (
             lambda: attach(model, nn.CrossEntropyLoss()),
             "which CrossEntropyLoss is not: leave it out; weight, label_smoothing and ignore_index",
+        ),
+        "no bias": (lambda: attach(model, NoBias()), "which NoBias is not: a loss of logits alone"),
+        "no logits": (
+            lambda: attach(model, NoLogits()),
+            "criterion must be called as criterion(features, weight, target, bias=, logits=)",
         ),
         "binary": (
             lambda: attach(model, nn.BCEWithLogitsLoss()),

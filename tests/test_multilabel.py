@@ -140,6 +140,10 @@ def test_ramp_state_and_update(device):
     criterion = make(device, ramp="linear", total_steps=2)
     x, labels = batch(device)
     plain = F.binary_cross_entropy_with_logits(F.linear(x.features, x.weight, x.bias), labels)
+    for update in (False, True):  # also before the first step λ is 0
+        identity = make(device, ramp="linear", total_steps=2, covariance="identity")
+        found = identity(x.features, x.weight, labels, bias=x.bias, update=update)
+        torch.testing.assert_close(found, plain)
     torch.testing.assert_close(criterion(x.features, x.weight, labels, bias=x.bias), plain)
     assert criterion.step == 1
     assert criterion.estimator.count.tolist() == labels.sum(0).long().tolist()
@@ -209,6 +213,63 @@ def test_attached_to_a_model(device):
     assert loss > plain
     model.eval()
     torch.testing.assert_close(criterion(model(x), labels), plain)
+
+
+def test_half_precision(device):
+    """Statistics and loss are float32, of rounded features and logits, with or without autocast."""
+    x, labels = batch(device)
+    features, weight = x.features.bfloat16(), x.weight.bfloat16()
+    logits = F.linear(features, weight)
+    single = make(device)
+    expected = single(features.float(), weight.float(), labels, logits=logits.float())
+    for enabled in (False, True):
+        criterion = make(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            found = criterion(features, weight, labels.bfloat16(), logits=logits)
+        assert torch.equal(found, expected)
+        assert torch.equal(criterion.estimator.covariance, single.estimator.covariance)
+        expected_in_eval = F.binary_cross_entropy_with_logits(logits.float(), labels)
+        assert torch.equal(criterion.evaluate(logits, labels.bfloat16()), expected_in_eval)
+    assert criterion(features[:0], weight, labels[:0]) == 0
+
+
+def test_double_precision(device):
+    x, labels = batch(device, dtype=torch.float64)
+    for train in (True, False):
+        criterion = make(device, lambda_0=0.0).train(train)
+        found = criterion(x.features, x.weight, labels, bias=x.bias)
+        logits = F.linear(x.features, x.weight, x.bias)
+        torch.testing.assert_close(found, F.binary_cross_entropy_with_logits(logits, labels))
+
+
+def test_weights_of_the_positive_part_that_do_not_fit():
+    with pytest.raises(
+        ValueError, match=r"pos_weight must be a tensor of shape \(5,\), got \(4,\)"
+    ):
+        ISDABCEWithLogitsLoss(A, C, pos_weight=torch.ones(C - 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"features": torch.ones(N, A, 2)},
+            r"of shape \(N, C\) for features of shape \(N, A\), got",
+        ),
+        ({"weight": torch.ones(C, A + 1)}, r"weight must have shape \(5, 4\), got \(5, 5\)"),
+        ({"bias": torch.ones(C + 1)}, r"bias must have shape \(5,\), got \(6,\)"),
+        ({"logits": torch.ones(N, C + 1)}, r"logits .* must have shape \(7, 5\), got \(7, 6\)"),
+        ({"progress": 1.5}, r"progress must be in \[0, 1\], got 1.5"),
+    ],
+)
+def test_bad_arguments_change_nothing(arguments, message):
+    criterion = make(torch.device("cpu"))
+    x, labels = batch(torch.device("cpu"))
+    good = {"features": x.features, "weight": x.weight, "target": labels}
+    with pytest.raises(ValueError, match=message):
+        criterion(**{**good, **arguments})
+    assert not criterion.estimator.count.any()
+    assert criterion.step == 0
 
 
 @pytest.mark.parametrize("fault", ["nan", "above", "index", "shape"])
