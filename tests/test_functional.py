@@ -84,6 +84,17 @@ def test_batch_moments(shape, real, diagonal, device):
     close(found.covariance, covariance.diagonal(dim1=1, dim2=2) if diagonal else covariance)
 
 
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_moments_of_half_precision(diagonal, device):
+    """They are float32 or more: of rounded features, with no rounding of their own."""
+    x = draw(23, 4, 3, dtype=torch.bfloat16, device=device)
+    found = functional.batch_moments(x.features, x.target, 4, diagonal=diagonal)
+    _, mean, covariance = reference.class_moments(x.features, x.target, 4)
+    assert (found.mean.dtype, found.covariance.dtype) == (torch.float64, torch.float32)
+    close(found.mean, mean)
+    close(found.covariance, covariance.diagonal(dim1=1, dim2=2) if diagonal else covariance)
+
+
 @shapes
 @dtypes
 @pytest.mark.parametrize("diagonal", [False, True])
@@ -589,6 +600,10 @@ def test_sample_of_a_singular_covariance(device):
     # eigh gives the zero eigenvalues as ±1e-16, whose roots are 1e-8
     close(draws[:, 0], (along[:, None] * direction).cpu(), tolerance=1e-6)
     assert 1.0 < along.var() < 3.0  # 2, ± 5 standard errors of 2 · √(2/500)
+    assert not draws[:, 1].any()
+    variance = torch.stack([direction.square(), torch.zeros(3).to(direction)])
+    draws = functional.sample(features, target, variance, strength=2.0)
+    assert draws[:, 0].all()
     assert not draws[:, 1].any()
 
 

@@ -174,8 +174,14 @@ def test_options_reach_the_statistics(device):
         for shift in (0, 1):
             criterion(x.features + shift, x.weight, labels)
     assert not torch.allclose(plain.estimator.covariance, decayed.estimator.covariance)
-    soft(x.features, x.weight, 0.6 * labels + 0.2)
+    found = soft(x.features, x.weight, 0.6 * labels + 0.2, bias=x.bias)
     assert soft.estimator.count.tolist() == labels.sum(0).long().tolist()
+    there = reference.Inputs(*(t.cpu().double() for t in x[:3]), *(t.cpu() for t in x[3:]))
+    matrices = statistics("full", there, labels.cpu())
+    losses = naive(there, 0.6 * labels.cpu() + 0.2, matrices, STRENGTH)
+    expected = torch.stack([torch.stack(row) for row in losses]).mean()
+    # float32 statistics: some dozen roundings of 2⁻²⁴
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_positive_weight_with_augmentation(device):
@@ -240,6 +246,14 @@ def test_double_precision(device):
         found = criterion(x.features, x.weight, labels, bias=x.bias)
         logits = F.linear(x.features, x.weight, x.bias)
         torch.testing.assert_close(found, F.binary_cross_entropy_with_logits(logits, labels))
+
+
+def test_binary_cross_entropy_may_be_infinite(device):
+    """At λ = 0, where ISDA has no part in it, the loss is that of torch."""
+    x, labels = batch(device)
+    infinite = torch.full_like(labels, torch.inf)
+    loss = make(device, lambda_0=0.0)(x.features, x.weight, 0 * labels, logits=infinite)
+    assert loss == torch.inf
 
 
 def test_weights_of_the_positive_part_that_do_not_fit():
