@@ -60,7 +60,8 @@ def draw(
     target = torch.randint(often, (samples,), generator=generator)
     if classes > 2 and samples:
         target[target > 0] += 2
-        target[-1], target[samples // 2] = 0, 1
+        target[-2:] = 0  # so that the covariance of one class is not 0
+        target[samples // 2] = 1
     root = normal(classes, width, width)
     return Inputs(
         normal(samples, width) + 1.5,

@@ -80,7 +80,7 @@ def test_timm_models_with_a_convolution_as_head(name):
 
 
 def test_last_layer_is_a_convolution():
-    body = nn.Sequential(nn.Conv2d(3, C, 3), nn.Flatten(), nn.Linear(8, 4))
+    body = nn.Sequential(nn.Conv2d(3, C, 3), nn.Flatten(), nn.Linear(8, C))
     model = nn.Sequential(body, nn.Conv2d(4, C, 1))
     assert find_head(model) is model[-1]
     with pytest.raises(ValueError, match=r"found 2 with 5 outputs \(0, 1\); pass head= with"):

@@ -573,6 +573,21 @@ def test_call_errors_change_nothing(case, device):
     assert_bits(criterion, before)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, [1.0]) for name in ("features", "weight", "target", "bias", "logits")),
+        *((name, None) for name in ("features", "weight", "target")),
+    ],
+)
+def test_arguments_that_are_not_tensors(name, value, device):
+    x = batch(device)
+    good = {"features": x.features, "weight": x.weight, "target": x.target}
+    message = f"{name} must be a tensor, got {type(value).__name__}"
+    with pytest.raises(TypeError, match=message):
+        make(device)(**{**good, name: value})
+
+
 def test_missing_total_steps_changes_nothing(device):
     criterion = make(device, total_steps=None)
     before = bits(criterion)
@@ -613,6 +628,12 @@ def test_bad_batch_on_a_cpu_raises_at_once(fault, structure):
         call(criterion, bad)
     assert_bits(criterion, before)
     call(criterion, batch(device))  # goes on
+
+
+def test_overflow_on_a_cpu_raises_at_once():
+    x = batch(torch.device("cpu"))
+    with pytest.raises(FloatingPointError, match=r"no longer finite at λ = 0\.5,"):
+        make(torch.device("cpu"), ramp="constant")(x.features, 1e20 * x.weight, x.target)
 
 
 @faults
