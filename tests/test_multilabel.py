@@ -248,6 +248,13 @@ def test_double_precision(device):
         torch.testing.assert_close(found, F.binary_cross_entropy_with_logits(logits, labels))
 
 
+def test_overflow_names_the_largest_term(device):
+    """Not NaN, as the product of an infinite term and a label that is 0."""
+    x, labels = batch(device)
+    with pytest.raises(FloatingPointError, match="with a quadratic term of inf:"):
+        make(device)(x.features, 1e20 * x.weight, labels)
+
+
 def test_binary_cross_entropy_may_be_infinite(device):
     """At λ = 0, where ISDA has no part in it, the loss is that of torch."""
     x, labels = batch(device)
