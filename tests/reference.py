@@ -50,15 +50,17 @@ def draw(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Inputs:
-    """Random inputs; with more than two classes, class 0 is absent and class 1 has one sample."""
+    """Random inputs; of three or more classes, class 1 has one sample and class 2 is absent."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    first = 2 if classes > 2 else 0
-    target = torch.randint(first, classes, (samples,), generator=generator)
-    if first and samples:
+    often = classes - 2 if classes > 2 else classes
+    target = torch.randint(often, (samples,), generator=generator)
+    if classes > 2 and samples:
+        target[target > 0] += 2
+        target[-2:] = 0  # so that the covariance of one class is not 0
         target[samples // 2] = 1
     root = normal(classes, width, width)
     return Inputs(

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import io
 import pickle
 import re
@@ -635,6 +636,11 @@ def test_training_in_eval_mode_warns_once(model, images, target):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         criterion(model(images), target)  # validation
+    criterion.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        criterion(model(images), target)
+    criterion.train()
     with pytest.warns(UserWarning, match="ordinary cross entropy without augmentation") as seen:
         criterion(model(images), target)
     assert seen[0].filename == __file__  # the line of the user, not one of torch
@@ -659,6 +665,29 @@ def test_strength_and_total_steps_of_a_model():
         assert criterion.strength == pytest.approx(0.5 * min(step / 4, 1))
         criterion(model(torch.randn(5, 4)), torch.tensor([0, 1, 2, 1, 0]))
     assert attach(model, lambda_0=0.3, ramp="constant").strength == 0.3
+
+
+def test_every_option_reaches_the_loss():
+    options = {
+        "lambda_0": 0.3,
+        "total_steps": 7,
+        "covariance": "diagonal",
+        "decay": 0.9,
+        "ramp": "constant",
+        "weight": torch.ones(2),
+        "label_smoothing": 0.1,
+        "ignore_index": 1,
+        "reduction": "sum",
+        "max_shift": 9.0,
+        "frozen": True,
+        "synchronize": False,
+    }
+    arguments = inspect.signature(attach).parameters.keys()
+    assert arguments - options.keys() == {"model", "criterion", "head", "process_group"}
+    found, plain = (str(attach(nn.Linear(3, 2), **given).criterion) for given in (options, {}))
+    assert found == str(ISDALoss(3, 2, **options))
+    assert all(f"{name}=" in found for name in options.keys() - {"covariance"})
+    assert found != plain
 
 
 def test_large_statistics_are_announced():

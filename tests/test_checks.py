@@ -28,3 +28,15 @@ def test_logits_differ(shape, dtype, device):
         given = [x if x is None else x.to(dtype) for x in (inputs[:1], weight, offset, logits)]
         there = [x if x is None else x.to(device) for x in given]
         assert checks.logits_differ(*there, thorough=True).item() == expected
+
+
+def test_one_wrong_row_among_larger_ones(device):
+    """Every row is compared relative to its own size."""
+    generator = torch.Generator().manual_seed(0)
+    features, weight = (torch.randn(size, generator=generator) for size in ((9, 7), (13, 7)))
+    features[3] /= 1000
+    logits = features @ weight.T
+    features, weight, logits = (x.to(device) for x in (features, weight, logits))
+    assert not checks.logits_differ(features, weight, None, logits, thorough=True)
+    logits[3] = -logits[3]
+    assert checks.logits_differ(features, weight, None, logits, thorough=True)

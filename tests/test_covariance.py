@@ -117,9 +117,11 @@ def test_features_and_weights_of_half_precision(kind, half, device):
         single.update(features.to(half).float(), target)
     assert_same(low, single)
     x = draw(7, 13, 5, dtype=half, device=device)
-    value = low.quadratic(x.weight, x.target)
-    assert value.dtype == torch.float32
-    torch.testing.assert_close(value, single.quadratic(x.weight.float(), x.target))
+    for index in (None, x.target.flip(0)):
+        value = low.quadratic(x.weight, x.target, covariance_index=index)
+        expected = single.quadratic(x.weight.float(), x.target, covariance_index=index)
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, expected)
 
 
 @with_state
@@ -152,6 +154,18 @@ def test_conversions_keep_dtype_and_bits(kind, device):
     ):
         estimator = convert(estimator)
         assert_bits(estimator, before)
+
+
+@with_state
+def test_dtypes_are_not_the_default(kind):
+    expected = {name: buffer.dtype for name, buffer in kind(5, 13).named_buffers()}
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = {name: buffer.dtype for name, buffer in kind(5, 13).named_buffers()}
+    finally:
+        torch.set_default_dtype(default)
+    assert found == expected
 
 
 @with_state
@@ -306,10 +320,11 @@ def test_statistics_keep_no_graph(kind, device):
 def test_autocast_stays_outside(kind, device):
     estimator = trained(kind, device)
     x = draw(7, 13, 5, seed=9, dtype=torch.float32, device=device)
-    expected = estimator.quadratic(x.weight, x.target)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        found = estimator.quadratic(x.weight, x.target)
-    assert torch.equal(found, expected)
+    for index in (None, x.target.flip(0)):
+        expected = estimator.quadratic(x.weight, x.target, covariance_index=index)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            found = estimator.quadratic(x.weight, x.target, covariance_index=index)
+        assert torch.equal(found, expected)
     plain = copy.deepcopy(estimator)
     plain.update(x.features, x.target)
     with torch.autocast(device.type, dtype=torch.bfloat16):

@@ -77,8 +77,20 @@ def test_batch_moments(shape, real, diagonal, device):
     x = draw(*shape, dtype=real, device=device)
     found = functional.batch_moments(x.features, x.target, shape[1], diagonal=diagonal)
     count, mean, covariance = reference.class_moments(x.features, x.target, shape[1])
-    assert found.count.dtype == torch.int64
+    assert (found.count.dtype, found.mean.dtype) == (torch.int64, torch.float64)
+    assert found.covariance.dtype == real
     assert found.count.tolist() == count.tolist()
+    close(found.mean, mean)
+    close(found.covariance, covariance.diagonal(dim1=1, dim2=2) if diagonal else covariance)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_moments_of_half_precision(diagonal, device):
+    """They are float32 or more: of rounded features, with no rounding of their own."""
+    x = draw(23, 4, 3, dtype=torch.bfloat16, device=device)
+    found = functional.batch_moments(x.features, x.target, 4, diagonal=diagonal)
+    _, mean, covariance = reference.class_moments(x.features, x.target, 4)
+    assert (found.mean.dtype, found.covariance.dtype) == (torch.float64, torch.float32)
     close(found.mean, mean)
     close(found.covariance, covariance.diagonal(dim1=1, dim2=2) if diagonal else covariance)
 
@@ -345,6 +357,8 @@ def test_dense_loss(reduction, kind, device):
     """(N, A, H, W) is the same as each position on its own, read row by row."""
     x = draw(2 * 3 * 4, 5, 3, device=device)
     target = as_kind(x.target, 5, kind, torch.float64)
+    if kind == "ignore":
+        target = torch.where(target == 1, -7, target)  # not a class
 
     def dense(rows: Tensor) -> Tensor:  # (24, A) to (2, A, 3, 4)
         return torch.stack(
@@ -359,7 +373,7 @@ def test_dense_loss(reduction, kind, device):
         library("full", x.covariance),
         strength=0.4,
         bias=x.bias,
-        ignore_index=1,
+        ignore_index=-7,
         reduction=reduction,
     )
     losses = reference.isda_losses(
@@ -369,7 +383,7 @@ def test_dense_loss(reduction, kind, device):
         list(x.covariance),
         strength=0.4,
         bias=x.bias,
-        ignore_index=1,
+        ignore_index=-7,
     )
     values = torch.stack([torch.zeros(()).double() if v is None else v for v in losses])
     if reduction == "mean":
@@ -587,6 +601,10 @@ def test_sample_of_a_singular_covariance(device):
     close(draws[:, 0], (along[:, None] * direction).cpu(), tolerance=1e-6)
     assert 1.0 < along.var() < 3.0  # 2, ± 5 standard errors of 2 · √(2/500)
     assert not draws[:, 1].any()
+    variance = torch.stack([direction.square(), torch.zeros(3).to(direction)])
+    draws = functional.sample(features, target, variance, strength=2.0)
+    assert draws[:, 0].all()
+    assert not draws[:, 1].any()
 
 
 def test_sample_repeats_with_its_generator(device):
@@ -718,7 +736,8 @@ def test_sample_errors(device):
         (x.covariance[:, :2], 0.5, "covariance must have shape (C, 3, 3) or (C, 3), got (4, 2, 3)"),
     ]
     if device.type == "cpu":  # a GPU is not waited for
-        negative = -x.covariance[0].abs()
+        negative = x.covariance[0].abs()
+        negative[2, 1] = -0.1
         wrong.append((negative, 0.5, "covariance must hold variances, got negative ones"))
     for covariance, strength, message in wrong:
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -46,7 +46,9 @@ def test_classifier_of_timm():
     assert find_head(model) is model.head
     assert find_head(Wrapper(model)) is model.head
     assert find_head(torch.compile(Wrapper(model))) is model.head
-    assert find_head(Backwards()).in_features == 4  # the last one, for want of better knowledge
+    model.get_classifier = nn.Identity  # no linear layer
+    for other in (model, Backwards()):
+        assert find_head(other) is other.body  # the last one, for want of better knowledge
 
 
 def test_a_model_with_a_submodule_called_module():
@@ -78,7 +80,7 @@ def test_timm_models_with_a_convolution_as_head(name):
 
 
 def test_last_layer_is_a_convolution():
-    body = nn.Sequential(nn.Conv2d(3, C, 3), nn.Flatten(), nn.Linear(8, 4))
+    body = nn.Sequential(nn.Conv2d(3, C, 3), nn.Flatten(), nn.Linear(8, C))
     model = nn.Sequential(body, nn.Conv2d(4, C, 1))
     assert find_head(model) is model[-1]
     with pytest.raises(ValueError, match=r"found 2 with 5 outputs \(0, 1\); pass head= with"):
@@ -90,6 +92,26 @@ def test_head_by_name():
     for wrapped in (model, Wrapper(model), torch.compile(model)):
         assert attach(wrapped, head="head").heads == (model.head,)
     assert attach(Wrapper(model), head="module.head").heads == (model.head,)
+
+
+class NoBias(nn.Module):
+    def forward(self, features: Tensor, weight: Tensor, target: Tensor, *, logits: Tensor): ...
+
+
+class NoLogits(nn.Module):
+    def forward(self, features: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor): ...
+
+
+def test_a_subclass_with_a_forward_of_its_own_may_have_other_sizes():
+    """As of features that it projects to fewer dimensions first."""
+
+    class Projected(isda.ISDALoss):
+        def forward(self, features, weight, target, *, bias=None, logits=None):
+            return super().forward(features[:, :3], weight[:, :3], target, logits=logits)
+
+    model = nn.Linear(8, C)
+    criterion = attach(model, Projected(3, C, ramp="constant"))
+    assert criterion(model(torch.randn(2, 8)), torch.tensor([1, 4])) > 0
 
 
 def mistakes() -> dict:
@@ -114,6 +136,10 @@ def mistakes() -> dict:
         ),
         "stride": (
             lambda: attach(m := nn.Sequential(nn.Conv2d(3, 4, 1, stride=2)), head=m[0]),
+            "head must be an nn.Linear or a 1×1 convolution (stride 1, no padding, one group), got",
+        ),
+        "padding": (
+            lambda: attach(m := nn.Sequential(nn.Conv2d(3, 4, 1, padding=1)), head=m[0]),
             "head must be an nn.Linear or a 1×1 convolution (stride 1, no padding, one group), got",
         ),
         "lazy": (lambda: attach(lazy), "run one batch through a lazy model"),
@@ -158,6 +184,11 @@ def mistakes() -> dict:
         "cross entropy": (
             lambda: attach(model, nn.CrossEntropyLoss()),
             "which CrossEntropyLoss is not: leave it out; weight, label_smoothing and ignore_index",
+        ),
+        "no bias": (lambda: attach(model, NoBias()), "which NoBias is not: a loss of logits alone"),
+        "no logits": (
+            lambda: attach(model, NoLogits()),
+            "criterion must be called as criterion(features, weight, target, bias=, logits=)",
         ),
         "binary": (
             lambda: attach(model, nn.BCEWithLogitsLoss()),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import reference
 import torch
 import torch.multiprocessing as mp
 from forks import START_METHOD
@@ -449,6 +450,13 @@ def train_lightning(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer.fit(module, loader, loader, ckpt_path=resume)
+    with pytest.raises(ValueError, match="must be one of the Trainer's callbacks"):
+        module.criterion(torch.zeros(2, C, requires_grad=True), torch.zeros(2).long())  # is over
+    attached, target = module.criterion.criterion, data.tensors[1][-rank_batch:]
+    matrices = [attached.estimator.class_covariance(c) for c in range(C)]
+    weight = attached.gather_parameters()[0].detach()
+    soft = F.one_hot(target, C).float()
+    tokens = soft[:, None].expand(-1, C + 1, -1)
     return {
         "weights": [p.detach() for p in module.parameters()],
         "names": list(module.state_dict()),
@@ -456,7 +464,8 @@ def train_lightning(
         "total_steps": module.criterion.criterion.total_steps,
         "metrics": {name: float(v) for name, v in trainer.logged_metrics.items()},
         "nothing": float(module.criterion._mean_quadratic(torch.tensor([-100, -100]))),
-        "quadratic": float(module.criterion._mean_quadratic(data.tensors[1][-rank_batch:])),
+        "quadratic": float(reference.quadratic(weight, target, matrices).mean()),
+        "soft": [float(module.criterion._mean_quadratic(each)) for each in (soft, tokens)],
     }
 
 
@@ -465,7 +474,9 @@ def test_lightning_steps_log_and_checkpoint(tmp_path):
     whole = train_lightning(tmp_path / "whole", epochs=3)
     assert whole["total_steps"] == whole["state"]["criterion.step"] == 18
     assert whole["metrics"]["isda/strength"] == pytest.approx(2.0 * 17 / 18)
-    assert whole["metrics"]["isda/quadratic"] == pytest.approx(whole["quadratic"], rel=1e-4)
+    assert whole["quadratic"] > 0
+    for found in (whole["metrics"]["isda/quadratic"], *whole["soft"]):
+        assert found == pytest.approx(whole["quadratic"], rel=1e-4)
     assert not any("criterion" in name for name in whole["names"])
     assert whole["nothing"] == 0.0
     checkpoint = str(tmp_path / "whole" / "checkpoints" / "epoch=1.ckpt")
@@ -675,12 +686,18 @@ def test_timm_task_keeps_the_smoothing_and_resumes(tmp_path):
         resume_task_checkpoint(create_task(), str(tmp_path / "last.pth.tar"))
 
 
-def test_timm_losses():
+def test_timm_losses(caplog):
     timm_loss = pytest.importorskip("timm.loss")
     from isda.integrations.timm import ISDATask
 
     model, weight = nn.Linear(3, C), torch.rand(C)
-    task = ISDATask(model, nn.CrossEntropyLoss(weight, label_smoothing=0.2), verbose=False)
+    with caplog.at_level("INFO", logger="isda.integrations.timm"):
+        task = ISDATask(model, nn.CrossEntropyLoss(), dtype=torch.float16, device="meta")
+        assert "ISDATask: ISDALoss(" in caplog.text
+        caplog.clear()
+        assert (task.dtype, task.device) == (torch.float16, "meta")
+        task = ISDATask(model, nn.CrossEntropyLoss(weight, label_smoothing=0.2), verbose=False)
+        assert not caplog.text
     torch.testing.assert_close(task.criterion.criterion.weight, weight)
     assert task.criterion.criterion.label_smoothing == 0.2
     task = ISDATask(model, timm_loss.SoftTargetCrossEntropy(), verbose=False, ramp="constant")

@@ -49,6 +49,8 @@ def draw(
     target = x.target.clone()
     target[::5] = -1
     count = torch.arange(classes, device=device)  # class 0 has none yet
+    if classes > 2:
+        count[2] = 0  # and class 2 gets none now
     mean = x.weight.double() * (count > 0)[:, None]
     covariance = x.covariance * (count > 0)[:, None, None]
     weight = reference.draw(samples, classes, width, seed=seed + 9, dtype=torch.float32).weight

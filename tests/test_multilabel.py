@@ -140,6 +140,10 @@ def test_ramp_state_and_update(device):
     criterion = make(device, ramp="linear", total_steps=2)
     x, labels = batch(device)
     plain = F.binary_cross_entropy_with_logits(F.linear(x.features, x.weight, x.bias), labels)
+    for update in (False, True):  # also before the first step λ is 0
+        identity = make(device, ramp="linear", total_steps=2, covariance="identity")
+        found = identity(x.features, x.weight, labels, bias=x.bias, update=update)
+        torch.testing.assert_close(found, plain)
     torch.testing.assert_close(criterion(x.features, x.weight, labels, bias=x.bias), plain)
     assert criterion.step == 1
     assert criterion.estimator.count.tolist() == labels.sum(0).long().tolist()
@@ -170,8 +174,14 @@ def test_options_reach_the_statistics(device):
         for shift in (0, 1):
             criterion(x.features + shift, x.weight, labels)
     assert not torch.allclose(plain.estimator.covariance, decayed.estimator.covariance)
-    soft(x.features, x.weight, 0.6 * labels + 0.2)
+    found = soft(x.features, x.weight, 0.6 * labels + 0.2, bias=x.bias)
     assert soft.estimator.count.tolist() == labels.sum(0).long().tolist()
+    there = reference.Inputs(*(t.cpu().double() for t in x[:3]), *(t.cpu() for t in x[3:]))
+    matrices = statistics("full", there, labels.cpu())
+    losses = naive(there, 0.6 * labels.cpu() + 0.2, matrices, STRENGTH)
+    expected = torch.stack([torch.stack(row) for row in losses]).mean()
+    # float32 statistics: some dozen roundings of 2⁻²⁴
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_positive_weight_with_augmentation(device):
@@ -211,6 +221,78 @@ def test_attached_to_a_model(device):
     torch.testing.assert_close(criterion(model(x), labels), plain)
 
 
+def test_half_precision(device):
+    """Statistics and loss are float32, of rounded features and logits, with or without autocast."""
+    x, labels = batch(device)
+    features, weight = x.features.bfloat16(), x.weight.bfloat16()
+    logits = F.linear(features, weight)
+    single = make(device)
+    expected = single(features.float(), weight.float(), labels, logits=logits.float())
+    for enabled in (False, True):
+        criterion = make(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            found = criterion(features, weight, labels.bfloat16(), logits=logits)
+        assert torch.equal(found, expected)
+        assert torch.equal(criterion.estimator.covariance, single.estimator.covariance)
+        expected_in_eval = F.binary_cross_entropy_with_logits(logits.float(), labels)
+        assert torch.equal(criterion.evaluate(logits, labels.bfloat16()), expected_in_eval)
+    assert criterion(features[:0], weight, labels[:0]) == 0
+
+
+def test_double_precision(device):
+    x, labels = batch(device, dtype=torch.float64)
+    for train in (True, False):
+        criterion = make(device, lambda_0=0.0).train(train)
+        found = criterion(x.features, x.weight, labels, bias=x.bias)
+        logits = F.linear(x.features, x.weight, x.bias)
+        torch.testing.assert_close(found, F.binary_cross_entropy_with_logits(logits, labels))
+
+
+def test_overflow_names_the_largest_term(device):
+    """Not NaN, as the product of an infinite term and a label that is 0."""
+    x, labels = batch(device)
+    with pytest.raises(FloatingPointError, match="with a quadratic term of inf:"):
+        make(device)(x.features, 1e20 * x.weight, labels)
+
+
+def test_binary_cross_entropy_may_be_infinite(device):
+    """At λ = 0, where ISDA has no part in it, the loss is that of torch."""
+    x, labels = batch(device)
+    infinite = torch.full_like(labels, torch.inf)
+    loss = make(device, lambda_0=0.0)(x.features, x.weight, 0 * labels, logits=infinite)
+    assert loss == torch.inf
+
+
+def test_weights_of_the_positive_part_that_do_not_fit():
+    with pytest.raises(
+        ValueError, match=r"pos_weight must be a tensor of shape \(5,\), got \(4,\)"
+    ):
+        ISDABCEWithLogitsLoss(A, C, pos_weight=torch.ones(C - 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"features": torch.ones(N, A, 2)},
+            r"of shape \(N, C\) for features of shape \(N, A\), got",
+        ),
+        ({"weight": torch.ones(C, A + 1)}, r"weight must have shape \(5, 4\), got \(5, 5\)"),
+        ({"bias": torch.ones(C + 1)}, r"bias must have shape \(5,\), got \(6,\)"),
+        ({"logits": torch.ones(N, C + 1)}, r"logits .* must have shape \(7, 5\), got \(7, 6\)"),
+        ({"progress": 1.5}, r"progress must be in \[0, 1\], got 1.5"),
+    ],
+)
+def test_bad_arguments_change_nothing(arguments, message):
+    criterion = make(torch.device("cpu"))
+    x, labels = batch(torch.device("cpu"))
+    good = {"features": x.features, "weight": x.weight, "target": labels}
+    with pytest.raises(ValueError, match=message):
+        criterion(**{**good, **arguments})
+    assert not criterion.estimator.count.any()
+    assert criterion.step == 0
+
+
 @pytest.mark.parametrize("fault", ["nan", "above", "index", "shape"])
 def test_bad_batches_change_nothing(fault, device):
     criterion = make(device)
@@ -229,6 +311,16 @@ def test_bad_batches_change_nothing(fault, device):
         criterion(features, x.weight, labels)
     assert not criterion.estimator.count.any()
     assert criterion.step == 0
+
+
+def test_targets_that_are_not_tensors():
+    x, labels = batch(torch.device("cpu"))
+    for name, arguments in (
+        ("target", (x.features, x.weight, labels.tolist())),
+        ("features", (x.features.tolist(), x.weight, labels)),
+    ):
+        with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
+            make(torch.device("cpu"))(*arguments)
 
 
 def test_estimators_that_do_not_fit():

@@ -130,12 +130,18 @@ def test_rows_of_tokens(dimensions, device):
 
 
 def test_position_of_a_sequence(device):
-    head = nn.Linear(A, C, bias=False).to(device)
-    last = torch.tensor([4, 0, 2], device=device)
-    model = Then(head, lambda logits: logits[torch.arange(N), last])
-    x, target = torch.randn(N, 6, A, device=device), torch.tensor([1, 4, 4], device=device)
-    rows = x[torch.arange(N), last]
-    check(model, head, x, target, rows, target, device)
+    for bias in (False, True):
+        head = nn.Linear(A, C, bias=bias).to(device)
+        last = torch.tensor([4, 0, 2], device=device)
+        model = Then(head, lambda logits, last=last: logits[torch.arange(N), last])
+        x, target = torch.randn(N, 6, A, device=device), torch.tensor([1, 4, 4], device=device)
+        rows = x[torch.arange(N), last]
+        check(model, head, x, target, rows, target, device)
+    criterion = attach(model.bfloat16(), head=head, **OPTIONS)
+    explicit = ISDALoss(A, C, **OPTIONS).to(device)
+    logits = model(x.bfloat16())
+    expected = explicit(rows.bfloat16(), head.weight, target, logits=logits)
+    torch.testing.assert_close(criterion(logits, target), expected)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
@@ -434,6 +440,14 @@ def test_crops_in_eval_mode(device):
     head.eval()
     logits = head(torch.randn(N * C, A, device=device)).view(N, C, C).mT  # (N, classes, crops)
     target = torch.randint(C, (N, C), device=device)
+    torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits, target))
+
+
+def test_tokens_of_a_convolution_in_eval_mode(device):
+    head = nn.Conv1d(A, C, 1).to(device)
+    criterion = attach(head, **OPTIONS)
+    head.eval()
+    logits, target = head(torch.randn(N, A, C).to(device)), torch.randint(C, (N, C)).to(device)
     torch.testing.assert_close(criterion(logits, target), F.cross_entropy(logits, target))
 
 

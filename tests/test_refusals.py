@@ -82,8 +82,15 @@ def work(rank: int, world: int, folder: str) -> None:
     call = draw(rank)
     logits = model(call["features"])
     messages["eval"] = message_of(attached, [logits] if rank == 1 else logits, call["target"])
-    dist.barrier()
     model.train()
+    for name, module in (("eval of the loss", attached), ("explicit eval", criterion)):
+        module.eval()
+        given = [logits] if rank == 1 else logits
+        arguments = (given, call["target"]) if module is attached else ()
+        named = {} if arguments else call | ({"progress": 1.5} if rank == 1 else {})
+        messages[name] = message_of(module, *arguments, **named)
+        module.train()
+    dist.barrier()
     binary = isda.ISDABCEWithLogitsLoss(A, C, ramp="constant")
     labels = torch.ones(N, C)[rank:]  # too few on the second rank
     call = draw(rank)
@@ -102,8 +109,11 @@ def test_all_ranks_refuse(tmp_path: Path) -> None:
         assert OTHER in first["messages"][name], name
         assert second["messages"][name], name
         assert OTHER not in second["messages"][name], name
-    assert not first["messages"]["eval"]
-    assert "logits must be a tensor, got list" in second["messages"]["eval"]
+    for name in ("eval", "eval of the loss", "explicit eval"):
+        assert not first["messages"][name], name
+    for name in ("eval", "eval of the loss"):
+        assert "logits must be a tensor, got list" in second["messages"][name]
+    assert "progress must be in [0, 1], got 1.5" in second["messages"]["explicit eval"]
     for record in (first, second):
         close(*record["states"])
         assert not any(count.any() for count in record["counts"])

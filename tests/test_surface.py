@@ -124,7 +124,7 @@ def test_covariance_index(structure, device):
     """The covariance of another class, the margins of the target."""
     x = inputs(device)
     criterion = make(device, covariance=structure, reduction="none")
-    chosen = torch.tensor([4, 3, 2, 2, 3, 4, 1], device=device)
+    chosen = torch.tensor([4, 3, 0, 0, 3, 4, 3], device=device)
     found = criterion(x.features, x.weight, x.target, bias=x.bias, covariance_index=chosen)
     bounds = naive_bounds(criterion, x, chosen)
     close(found, bounds[torch.arange(N), x.target.cpu()])
@@ -209,10 +209,12 @@ def test_covariance_index_with_class_probabilities(structure, device):
 def test_covariance_index_out_of_range(device):
     x = inputs(device)
     criterion = make(device)
-    chosen = torch.full((N,), C, device=device)
-    with pytest.raises(ValueError, match="found a class out of range"):  # noqa: PT012
-        criterion(x.features, x.weight, x.target, covariance_index=chosen)
-        criterion.check()  # a GPU reports it later
+    for wrong in (C, -1):
+        chosen = x.target.clone()
+        chosen[3] = wrong
+        with pytest.raises(ValueError, match="found a class out of range"):  # noqa: PT012
+            criterion(x.features, x.weight, x.target, covariance_index=chosen)
+            criterion.check()  # a GPU reports it later
     for index, message in (
         (chosen[1:], r"covariance_index must have shape \(7,\), got \(6,\)"),
         (chosen.int(), "covariance_index must be int64 class indices"),
@@ -225,6 +227,8 @@ def test_covariance_index_out_of_range(device):
 def test_a_call_without_update_changes_nothing(structure, device):
     criterion = make(device, covariance=structure, ramp="linear", total_steps=10)
     x, other = inputs(device), inputs(device, seed=1)
+    loss = criterion(x.features, x.weight, x.target, update=False)  # before the first step
+    torch.testing.assert_close(loss, F.cross_entropy(x.features @ x.weight.T, x.target))
     criterion(x.features, x.weight, x.target)
     before = {name: tensor.clone() for name, tensor in criterion.named_buffers()}
     first = criterion(other.features, other.weight, other.target, update=False)
@@ -318,8 +322,15 @@ def test_grow_keeps_the_statistics(structure, device):
     loss = criterion(wide.features, wide.weight, wide.target)
     assert loss.isfinite()
     assert criterion.estimator.num_classes == criterion.num_classes == C + 2
-    with pytest.raises(ValueError, match="num_classes must be >= 7, the present number, got 3"):
-        criterion.grow(3)
+    for number in (6, 7.0):
+        message = f"num_classes must be >= 7, the present number, got {number}"
+        with pytest.raises(ValueError, match=message):
+            criterion.grow(number)
+    criterion.weight = torch.ones(C + 2, device=device)
+    criterion.grow(C + 2)  # nothing changes
+    with pytest.raises(ValueError, match="grow needs a criterion without class weights"):
+        criterion.grow(C + 3)
+    assert criterion.estimator.num_classes == criterion.num_classes == C + 2
     again = ISDALoss(A, C + 2, covariance=structure)
     again.load_state_dict(criterion.state_dict())
 
@@ -329,21 +340,24 @@ def test_statistics_of_a_class_in_every_structure(device):
     count, mean, covariance = reference.class_moments(x.features, x.target, C)
     pooled = reference.pooled_moments(x.features, x.target)[2]
     expected = {
-        "full": covariance[2],
-        "diagonal": torch.diag(covariance[2].diagonal()),
+        "full": covariance[3],
+        "diagonal": torch.diag(covariance[3].diagonal()),
         "shared": pooled,
         "identity": torch.eye(A, dtype=torch.float64),
     }
     for structure, matrix in expected.items():
         estimator = make(device, covariance=structure).estimator
         estimator.update(x.features, x.target)
-        close(estimator.class_covariance(2), matrix)
+        found = estimator.class_covariance(3)
         if structure in ("full", "diagonal"):
-            close(estimator.class_mean(2), mean[2])
+            close(estimator.class_mean(3), mean[3])
+            assert estimator.class_mean(3).dtype == torch.float32
             assert estimator.moments.count.tolist() == count.tolist()
         else:
             with pytest.raises(TypeError, match="keeps no mean of each class"):
-                estimator.class_mean(2)
+                estimator.class_mean(3)
+        estimator.update(1 + x.features, x.target)
+        close(found, matrix)  # no view of the statistics
 
 
 class LearnedVariance(nn.Module):
@@ -410,7 +424,10 @@ def test_repr_shows_every_option():
         def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
             return torch.ones(len(target), len(weight))
 
-    assert "covariance=<" in repr(ISDALoss(A, C, covariance=Constant()))
+    criterion = ISDALoss(A, C, covariance=Constant())
+    assert "covariance=<" in repr(criterion)
+    with pytest.raises(ValueError, match=r"grow needs an isda\.Covariance, got <"):
+        criterion.grow(C + 1)
 
 
 @pytest.mark.parametrize(
@@ -421,6 +438,7 @@ def test_repr_shows_every_option():
         ({"weight": torch.ones(C).long()}, "weight must be floating point, got torch.int64"),
         ({"label_smoothing": 1.5}, r"label_smoothing must be in \[0, 1\], got 1.5"),
         ({"label_smoothing": float("nan")}, r"label_smoothing must be in \[0, 1\], got nan"),
+        ({"label_smoothing": "0.1"}, r"label_smoothing must be in \[0, 1\], got '0.1'"),
     ],
 )
 def test_constructor_errors(options, message):
