@@ -110,8 +110,7 @@ def attach(
         changed = [
             name
             for name, value in options.items()
-            if value is not defaults[name]
-            and (isinstance(value, Tensor) or value != defaults[name])
+            if value is not defaults[name] and value != defaults[name]
         ]
         if changed:
             raise ValueError(

@@ -176,7 +176,7 @@ class Covariance(nn.Module):
     def _require_batch(self, features: Tensor, target: Tensor) -> None:
         """Raise for wrong shapes and, where the host knows the values, for bad ones."""
         checks.require_call(self.num_features, self.num_classes, features=features, target=target)
-        if target.dim() != 1 or target.is_floating_point():
+        if target.dim() != 1:
             raise ValueError(f"target must be class indices (N,), got {tuple(target.shape)}")
         if checks.known_on_host(features):
             index = ops.screen(features, target.clamp(min=SKIP), self.num_classes, SKIP)

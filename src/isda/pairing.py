@@ -89,12 +89,12 @@ def pair_rows(
             logits, classes_last = logits.flatten(0, -2), True
     elif logits.shape == second:
         features, logits, classes_last = flatten(maps), flatten(logits), False
-    elif inner and logits.shape == (positions.numel(), num_classes):  # rows already
+    elif logits.shape == (positions.numel(), num_classes):  # rows already
         features, positions = flatten(maps), torch.Size((len(logits),))
-    elif inner and logits.shape == (batch, num_classes):
+    elif logits.shape == (batch, num_classes):
         features = _pick(maps.flatten(2).mT, logits, weight, bias)
         positions = torch.Size((batch,))
-    elif inner and logits.dim() == maps.dim() and logits.shape[:2] == second[:2]:
+    elif logits.dim() == maps.dim() and logits.shape[:2] == second[:2]:
         found = resizing
         if found is None:
             found, resizing = _find_resizing(maps, logits, weight, bias)
@@ -238,7 +238,7 @@ def _shape_message(
             f"logits must have {num_classes} classes, like the attached layer of {width} features, "
             f"{found}; pass head= if the model ends in another layer"
         )
-    if logits.dim() > 0 and logits.shape[1:] == of_sample:
+    if logits.shape[1:] == of_sample:
         return (
             f"logits must be of the last batch of the model, {len(features)} samples, {found}; if "
             "the model makes several passes for one loss, join them into one"

@@ -298,7 +298,7 @@ def _weigh(
     losses = bound.gather(1, index[:, None])[:, 0]
     if label_smoothing:
         losses = (1 - label_smoothing) * losses + spread * bound.sum(1)
-    count = valid.to(bound.dtype) if class_weight is None else valid * class_weight[index]
+    count = valid if class_weight is None else valid * class_weight[index]
     return torch.where(valid, losses, 0.0), count
 
 

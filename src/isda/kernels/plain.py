@@ -70,7 +70,7 @@ def count_step(
         samples of all ranks``, because DistributedDataParallel averages the gradients.
     """
     worst = F.pad(index, (0, 1), value=SKIP).amin()  # an empty batch is good
-    found = (SKIP - worst).clamp(min=0)  # 1: bad features, 2: bad target
+    found = SKIP - worst  # 0: none, 1: bad features, 2: bad target
     scale = torch.ones((), dtype=torch.float64, device=index.device)
     if mean:
         scale = world_size * scale / (index >= 0).sum().clamp(min=1)
