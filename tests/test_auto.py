@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_folder_cache import make_image
 from test_search import Trainer
 
 from isda.experiments.cli import main
@@ -188,6 +189,18 @@ def test_input_errors(words: list[str], message: str, capsys: pytest.CaptureFixt
     assert main(["compare", *words]) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+def test_too_few_images_to_hold_some_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("cat", "dog"):
+        for number in range(2):  # of which one is a test image of one class
+            make_image(Path("photos", name, f"{number}.png"), (8, 8), number)
+    words = ["--data", "imagefolder:photos", "--network", "resnet8", "--lambda-0", "auto"]
+    assert main(["compare", *words]) == 2
+    printed = capsys.readouterr()
+    assert "must have two or more training images of each class" in printed.err
+    assert "got 3 images of 2 classes" in printed.err
+    assert not printed.out  # no plan of what cannot be trained
 
 
 def test_other_flags_are_kept() -> None:

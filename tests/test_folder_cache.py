@@ -304,6 +304,16 @@ def test_the_place_does_not_change_the_results(photos: Path, device: torch.devic
         assert torch.equal(one, other)
 
 
+def test_the_images_are_counted(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that it can be seen where the test images come from."""
+    for part, counts in ((photos, f"21 training images, 9 test images ({photos}/val)"),
+                         (photos / "train", "17 training images, 4 test images (one in five of "
+                                            "each class)")):  # fmt: skip
+        recipe = replace(RECIPE, data=f"imagefolder:{part}")
+        ImageStore().get(recipe, Options(), CPU)
+        assert capsys.readouterr().err == f"isda: {recipe.data}: 3 classes, {counts}\n"
+
+
 def test_every_seed_draws_its_own_images(photos: Path, device: torch.device) -> None:
     whole = decoded(photos, device=device)
     numbers = torch.arange(21, dtype=torch.uint8).view(21, 1, 1, 1)  # in place of images

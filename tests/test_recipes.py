@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, unknown
 from isda.experiments.published import COST, DASH, PARAMETERS, PUBLISHED, TABLES, Cell, Result
 from isda.experiments.recipe_checks import differing_fields
-from isda.experiments.recipes import DEFAULT, RECIPES, baseline_of, get_recipe, name_of
+from isda.experiments.recipes import DEFAULT, RECIPES, Start, baseline_of, get_recipe, name_of
 from isda.experiments.settings import Recipe
 
 CIFAR_NETWORKS = 10
@@ -68,6 +68,12 @@ def test_a_baseline_differs_in_the_loss_alone():
 def test_unknown_recipe_names_near_ones():
     with pytest.raises(InputError, match="cifar10-resnet32-isda"):
         get_recipe("cifar10-resnet23-isda")
+
+
+def test_unknown_names_without_near_ones():
+    assert str(unknown("mode", "xyz", ["a", "b"])) == "unknown mode 'xyz'; there are a, b"
+    assert str(unknown("mode", "xyz", [])) == "unknown mode 'xyz'"
+    assert str(unknown("mode", "xyz", map(str, range(9)))) == "unknown mode 'xyz'"  # too many
 
 
 @pytest.mark.parametrize(
@@ -173,6 +179,16 @@ def test_names_of_users_recipes_are_folder_names():
     recipe = plain(data="imagefolder:/data/my-birds/", network="timm:a/b.c", augment=("cutout",))
     assert name_of(recipe) == "my_birds-timm_a_b.c-cutout_isda"
     assert baseline_of(name_of(recipe)) == name_of(recipe.baseline())
+
+
+def test_names_that_are_too_long_for_files():
+    for length in (237, 238):
+        recipe = plain(data=f"imagefolder:{'x' * length}", lambda_0=0.5)
+        if length == 237:  # the longest name of a file has 255 bytes
+            assert len(f"{Start(recipe).run_name(recipe)}.html") == 255
+        else:
+            with pytest.raises(InputError, match="name of the run must have at most 250 bytes"):
+                Start(recipe).run_name(recipe)
 
 
 def test_published_numbers_belong_to_recipes():

@@ -66,9 +66,12 @@ class TimeUp(Exception):
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """Error for an unknown name, which suggests similar ones."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    """Error for an unknown name, which suggests similar ones, or all if they are few."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    if not near and 0 < len(known) <= 8:
+        hint = f"; there are {', '.join(known)}"
     return InputError(f"unknown {kind} {name!r}{hint}")
 
 

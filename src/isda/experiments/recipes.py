@@ -4,6 +4,7 @@ Where the paper and the authors' code differ in a way that changes the results, 
 the code, and the choice is a field: ``milestones``, ``cosine_offset``, ``ramp``, ``nesterov``.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,8 @@ __all__ = [
     "train_command",
     "with_method",
 ]
+
+_LONGEST = 250  # bytes of the name of a run: of its folder and, with .html, of the page
 
 
 def get_recipe(name: str) -> Recipe:
@@ -80,7 +83,13 @@ class Start:
             f"+{field}={'_'.join(map(str, new)) if isinstance(new, tuple) else new}"
             for field, (_, new) in differing_fields(RECIPES.get(name, moved), recipe).items()
         ]
-        return name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+        full = name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
+        if len(os.fsencode(full)) > _LONGEST:
+            raise InputError(
+                f"the name of the run must have at most {_LONGEST} bytes, because it is the name "
+                f"of files, got {len(os.fsencode(full))}: rename the data folder: {full}"
+            )
+        return full
 
     def baseline(self) -> "Start":
         """The baseline of a recipe of ISDA."""

@@ -114,7 +114,13 @@ def with_hold_out(recipe: Recipe, options: Options) -> Recipe:
     number = recipe.hold_out or _HOLD_OUT.get(recipe.data, 0)
     if not number:
         data = load_images(recipe, options)
-        number = max(len(data.train_target) // 10, data.num_classes)
+        images, classes = len(data.train_target), data.num_classes
+        if images < 2 * classes:
+            raise InputError(
+                f"{recipe.data} must have two or more training images of each class, so that one "
+                f"can be held out, got {images} images of {classes} classes"
+            )
+        number = max(images // 10, classes)
     return replace(recipe, hold_out=number)
 
 

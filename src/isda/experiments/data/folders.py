@@ -42,6 +42,7 @@ class FolderImages:
     workers: int = 0  # threads that decode; 0: decode in the calling thread
     interpolation: str = "bilinear"  # or bicubic
     test_crop: float = 0.875  # side of the test crops as a share of the shorter side
+    test_source: str = "held out"  # where the test images come from
 
     @property
     def num_classes(self) -> int:
@@ -71,6 +72,7 @@ class FolderImages:
             train_target=self.train_target[kept],
             test_files=tuple(self.train_files[i] for i in held.tolist()),
             test_target=self.train_target[held],
+            test_source="held out",
         )
 
 
@@ -156,6 +158,7 @@ def load_folder(
         workers=workers,
         interpolation=interpolation,
         test_crop=test_crop,
+        test_source=one_line(test) if test else "",
     )
     empty = _absent(found)
     if empty:
@@ -165,7 +168,8 @@ def load_folder(
     if test:
         return found
     try:
-        return found.hold_out(max(1, round(len(samples) / 5)))
+        held_out = found.hold_out(max(1, round(len(samples) / 5)))
+        return replace(held_out, test_source="one in five of each class")
     except InputError as error:
         raise InputError(
             f"{one_line(train)} has too few images to hold out one in five: {len(samples)} images "

@@ -1,6 +1,8 @@
 """The images that runs train on: one data set at a time, decoded once."""
 
 import contextlib
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
 from isda.experiments.data.decoding import UnreadableFiles, few, one_line
@@ -74,6 +77,14 @@ class ImageStore:
                     f"{few(list(skipped))}",
                     stacklevel=2,
                 )
+
+        if isinstance(self._files, FolderImages) and int(os.environ.get("RANK", 0)) == 0:
+            counts = len(self._files.train_target), len(self._files.test_target)
+            tqdm.write(
+                f"isda: {one_line(recipe.data)}: {self._files.num_classes} classes, {counts[0]} "
+                f"training images, {counts[1]} test images ({self._files.test_source})",
+                file=sys.stderr,
+            )
 
     def _split_of(self, recipe: Recipe) -> Images:
         """The images of a recipe, of the data set that is here."""
