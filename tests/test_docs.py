@@ -267,8 +267,12 @@ def test_stale_tables_are_found(records, tmp_path: Path) -> None:
 
 
 def test_commands_train_the_runs_of_the_records(records) -> None:
-    """Every command in the table of times has names, recipes and seeds of the records."""
-    runs = {(run.name, run.seed): run.recipe for run in records}
+    """Every command in the table of times has names, recipes and seeds of the records.
+
+    Runs on folders of images have no recipe of ours.
+    """
+    runs = {(run.name, run.seed): run.recipe for run in records
+            if not run.recipe.data.startswith("imagefolder:")}  # fmt: skip
     shown = {}
     for line in BLOCKS["times"](records, "").splitlines()[2:]:
         isda, train, *words = shlex.split(line.split("`")[1])

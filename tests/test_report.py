@@ -20,7 +20,12 @@ from isda.experiments.published import COST
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.records import Run, load_runs
 from isda.experiments.report.blocks import recipes_block, update_markdown
-from isda.experiments.report.comparison import comparison, comparison_table, sentence
+from isda.experiments.report.comparison import (
+    comparison,
+    comparison_table,
+    sentence,
+    strengths,
+)
 from isda.experiments.report.intervals import difference, signed
 from isda.experiments.report.pages import write_comparison_page, write_report_page
 from isda.experiments.report.plots import curves
@@ -197,7 +202,30 @@ def test_titles_of_pretrained_networks(freeze, kind):
     )  # fmt: skip
     side = Side(f"birds-timm_resnet18_pretrained{'_frozen' * freeze}-isda+image_size=128", recipe,
                 {}, {}, 0)  # fmt: skip
-    assert side.training() == f"birds, timm:resnet18, {kind}, 128 × 128 pixels"
+    assert side.training() == f"birds, timm:resnet18, {kind}, 128 pixels"
+
+
+def test_other_covariances_are_another_curve_of_lambda_0(tmp_path):
+    make_run(tmp_path, CE, 0, 9.0)
+    errors = {
+        "": 8.0,
+        "+lambda_0=2.0": 7.0,
+        "+covariance=shared+lambda_0=2.0": 6.0,
+        "+covariance=shared+lambda_0=1.0": 5.0,
+        "+covariance=identity+lambda_0=2.0": 4.0,
+    }
+    for changes, error in errors.items():
+        fields = dict(change.split("=") for change in changes.split("+")[1:])
+        lambda_0 = float(fields.pop("lambda_0", 0.5))
+        make_run(tmp_path, f"{ISDA}{changes}", 0, error, lambda_0=lambda_0, **fields)
+    found = {
+        title: {lambda_0: round(side.error.mean) for lambda_0, side in sides.items()}
+        for title, sides in strengths(load_runs(tmp_path))
+    }
+    assert found == {
+        "digits, ResNet-8": {0.0: 9, 0.5: 8, 2.0: 7},
+        "digits, ResNet-8, covariance shared": {0.0: 9, 1.0: 5, 2.0: 6},
+    }
 
 
 def test_differences_without_spread_are_not_called_significant():

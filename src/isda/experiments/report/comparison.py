@@ -29,6 +29,7 @@ from isda.experiments.report.sides import (
     same_training,
 )
 from isda.experiments.report.text import text_table
+from isda.experiments.settings import Recipe
 
 __all__ = [
     "Comparison",
@@ -138,16 +139,23 @@ def strengths(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[flo
     """
     finished = [run for run in distinct(runs) if summary(run).finished]
     names = dict.fromkeys(run.name for run in finished if run.name.startswith(prefix))
-    groups: dict[object, dict[float, Side]] = {}
+    baselines: dict[Recipe, Side] = {}
+    groups: dict[Recipe, dict[float, Side]] = {}  # by recipe without λ₀
     for side in sorted((create_side(finished, name) for name in names), key=recipe_order):
-        if side.recipe.method in ("ce", "isda"):
-            same = replace(side.recipe.baseline(), channels_last=False, compile=False)
+        same = replace(side.recipe, lambda_0=0.0, channels_last=False, compile=False)
+        if side.recipe.method == "ce":
+            baselines.setdefault(same, side)
+        elif side.recipe.method == "isda":
             groups.setdefault(same, {}).setdefault(side.recipe.lambda_0, side)
-    return [
-        (next(iter(group.values())).training(), dict(sorted(group.items())))
-        for group in groups.values()
-        if sum(lambda_0 > 0 for lambda_0 in group) > 1
-    ]
+    found = []
+    for same, group in groups.items():
+        if len(group) > 1:
+            baseline = baselines.get(same.baseline())
+            start = {} if baseline is None else {0.0: baseline}
+            found.append(
+                (next(iter(group.values())).training(), dict(sorted({**start, **group}.items())))
+            )
+    return found
 
 
 def data_sizes(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[int, Comparison]]]:

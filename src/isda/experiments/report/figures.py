@@ -6,6 +6,7 @@ numbers are in the description of the SVG, so that a figure can be compared with
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ _DataSizes = Sequence[tuple[str, dict[int, Comparison]]]
 
 _MOST_TRAININGS = 4  # in the figure of the effect
 _WIDTH = 7.0  # inches
+_LETTERS = 85  # of a line of this width
 _THEMES = {
     "light": {"ink": "#24292f", "baseline": "#9a6700", "method": "#0969da"},
     "dark": {"ink": "#d7dde3", "baseline": "#e3b341", "method": "#6cb6ff"},
@@ -138,10 +140,7 @@ def _draw_effect(results: Sequence[Comparison], colours: dict[str, str]) -> Figu
             panel.spines[["top", "right", "bottom"]].set_visible(False)
             panel.invert_yaxis()
         row[0].set_yticks([0, 1], ["CE", "ISDA"])
-        seeds = min(result.difference.counts)
-        for panel, quantity in zip(row, QUANTITIES, strict=True):
-            above = f"{result.method.training()}, {seeds} seeds" if panel is row[0] else ""
-            panel.set_title(f"{above}\n{quantity.title}", loc="left")
+        _set_titles(row, f"{result.method.training()}, {min(result.difference.counts)} seeds")
     return figure
 
 
@@ -164,7 +163,7 @@ def _draw_strengths(groups: _Strengths, colours: dict[str, str]) -> Figure:
         if base:
             panel.axhline(0, color=colours["baseline"], linewidth=1.4)
         panel.set_ylabel("error minus that\nof cross entropy" if base else "error, %")
-        panel.set_title(title, loc="left")
+        panel.set_title(textwrap.fill(title, _LETTERS), loc="left")
         panel.grid(axis="y", alpha=0.2)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
@@ -187,10 +186,9 @@ def _draw_data_sizes(groups: _DataSizes, colours: dict[str, str]) -> Figure:
             panel.minorticks_off()
             panel.set_ylim(0, None)
             panel.set_xlabel("images per class")
-            above = title if panel is row[0] else ""
-            panel.set_title(f"{above}\n{quantity.title}", loc="left")
             panel.grid(axis="y", alpha=0.2)
             panel.spines[["top", "right"]].set_visible(False)
+        _set_titles(row, title)
         row[0].legend(frameon=False, loc="lower left")
     return figure
 
@@ -200,6 +198,18 @@ _FIGURES: dict[str, tuple[Callable[[Any, dict[str, str]], Figure], Callable[[Any
     "lambda_0": (_draw_strengths, _describe_strengths),
     "images": (_draw_data_sizes, _describe_data_sizes),
 }
+
+
+def _set_titles(row: Sequence[Any], title: str) -> None:
+    """Quantities above the panels of a row, and above them a title as wide as the row."""
+    for panel, quantity in zip(row, QUANTITIES, strict=True):
+        panel.set_title(f"\n{quantity.title}", loc="left")
+    size = matplotlib.rcParams["axes.titlesize"]
+    above = row[0].annotate(
+        title, (0, 1), (0, 1.9 * size), xycoords="axes fraction", textcoords="offset points",
+        fontsize=size,
+    )  # fmt: skip
+    above.set_in_layout(False)  # it would widen the first panel
 
 
 def _draw_intervals(panel: Any, values: Mapping[Any, Estimate | Difference], **style: Any) -> None:

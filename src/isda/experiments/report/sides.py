@@ -242,6 +242,6 @@ _SETTINGS = {
     "batch_size": "batches of {}",
     "images_per_class": "{} images per class",
     "drop_rate": "dropout {}",
-    "image_size": "{0} × {0} pixels",
+    "image_size": "{} pixels",
     "hold_out": "validation on {} held-out images",
 }
