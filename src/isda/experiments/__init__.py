@@ -1,0 +1,22 @@
+"""The paper's evaluation. The library does not import it.
+
+=======================================  ===========================================================
+``commands``                             the commands of ``isda``, one file each
+``recipes``, ``settings``                the paper's recipes, and the fields of a recipe
+``own_images``                           the default recipe for your own images
+``published``                            every number that the paper prints
+``data``                                 images, augmentation, random numbers
+``networks``                             the paper's networks, and those of timm, torchvision or
+                                         your own
+``losses``                               the losses that ISDA is compared with
+``training``                             the loop, the step, run folders
+``generators``                           GANs, and pictures of augmented features
+``records``, ``metrics_lines``,          files with results, and how they are checked
+``predictions``, ``calibration``,
+``cost_records``
+``report``                               from records to tables, figures and pages
+``temperature``, ``theoretical_cost``    temperature scaling, and the cost of Table 1 in theory
+``recipe_checks``, ``errors``,           what the others share
+``files``
+=======================================  ===========================================================
+"""
