@@ -59,8 +59,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if os.getpid() == process:  # not a forked process that reads images
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
-            start = b"\n" if os.isatty(2) else b""  # below the progress bar
-            os.write(2, start + b"isda: interrupted; --resume continues from the last checkpoint\n")
+            # below the progress bar
+            os.write(2, b"\nisda: interrupted; --resume continues from the last checkpoint\n")
         os._exit(128 + number)  # SystemExit could be caught by a module that is being imported
 
     signal.signal(signal.SIGINT, interrupted)

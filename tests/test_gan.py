@@ -352,6 +352,19 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     assert "unknown action of isda gan" in capsys.readouterr().err
 
 
+def test_help_names_both_actions(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"]):
+        assert main(["gan", *words]) == 0
+        printed = capsys.readouterr().out
+        assert "isda gan train {wgan,cgan,acgan,infogan} [FLAGS]" in printed
+        assert "isda gan measure GENERATOR --classifier RUN [FLAGS]" in printed
+    for words in (["train", "--help"], ["train", "wgan", "--help"], ["measure", "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(["gan", *words])
+        assert end.value.code == 0
+        assert "--device STR" in capsys.readouterr().out
+
+
 def test_a_flipped_bit_is_noticed(tmp_path: Path, device) -> None:
     settings, resumed = small("cgan", epochs=1), options(tmp_path, device, resume=True)
     folder = train_gan(settings, 0, resumed, progress=False).folder

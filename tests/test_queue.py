@@ -126,6 +126,10 @@ def test_an_error_does_not_stop_the_lines_below(
         ("train digits-resnet9-ce", "unknown recipe"),
         ("train --epochs 0", "epochs must be >= 1, got 0"),
         ("search --seeds 0 0", "seeds must be different"),
+        ("search --final-seeds 0 0", "final_seeds must be different"),
+        ("search --candidates 1 1", "candidates must be different"),
+        ("search digits-resnet8-ce", "method must be isda to search for its lambda_0, got 'ce'"),
+        ("compare --lambda-0 auto --candidates 1 1", "candidates must be different"),
         ("table 2", "training needs a cell"),
         ("table 2 --cell cifar100/resnet23", "unknown cell of Table 2"),
         ("train 'digits", "No closing quotation"),
@@ -139,6 +143,12 @@ def test_a_wrong_line_is_named_before_anything_is_trained(
     assert main(["queue", "wrong"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"isda: wrong:7: {message}")
     assert not Path("runs").exists()
+
+
+def test_a_file_without_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").write_text("# nothing yet\n\n")
+    assert main(["queue", "empty"]) == 2
+    assert capsys.readouterr().err == "isda: empty must have at least one command, found none\n"
 
 
 def test_missing_file(capsys: pytest.CaptureFixture[str]) -> None:

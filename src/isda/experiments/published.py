@@ -288,7 +288,7 @@ def _table_1() -> Table:
         tuple(tuple(row(network) for network in _TABLE_1 if network.startswith(family))
               for family in families),
         (("", 2), ("Top-1 / Top-5 Error Rates (%)", 2), ("", 2)),
-        "The last two columns are the paper's; isda report --costs adds ours.",
+        "The last two columns are the paper's; isda report --costs shows ours below the table.",
     )  # fmt: skip
 
 

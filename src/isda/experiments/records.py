@@ -252,7 +252,8 @@ def load_runs(out: Path | str) -> list[Run]:
     :class:`DamagedRun`: it counts as unfinished, and does not keep others from being read.
     """
     if not Path(out).is_dir():
-        raise InputError(f"folder {str(out)!r} does not exist")
+        problem = "is not a folder" if Path(out).exists() else "does not exist"
+        raise InputError(f"{str(out)!r} {problem}")
     files = ("config.json", "metrics.jsonl")
     folders = {path.parent for file in files for path in Path(out).rglob(file)}
     runs = [_load(folder) for folder in folders if _SEED.fullmatch(folder.name)]

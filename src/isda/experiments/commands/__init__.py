@@ -1,4 +1,7 @@
 """The commands of ``isda``: ``isda train`` is the function ``run`` of ``train.py``, and so on.
 
-``arguments.py`` and ``recipe_arguments.py`` read their words, ``task.py`` is what they train.
+``gan``, ``invert`` and ``neighbours`` are functions of ``generators.py``. ``arguments.py`` and
+``recipe_arguments.py`` read the words behind a command, ``task.py`` is what it trains.
+``lambda_search.py`` chooses λ₀ for ``search`` and ``compare``. ``queue_lines.py``,
+``queue_forecast.py`` and ``queue_workers.py`` are parts of ``queue``.
 """

@@ -58,10 +58,12 @@ def _one_line(box: str) -> str:
     """
     framed = box.startswith("╭")
     text = re.sub(r"(?m)^[╭╰].*$", "", box).replace("│", " ")
-    parts = [part.split() for part in re.split(r"(?m)^ *[─-]{3,} *$", text)]
-    _, message, *others = [[], *parts] if framed else parts
-    near = [word.strip(",") for part in others if part[:1] == ["Perhaps"]
-            for word in part if word.startswith("--")]  # fmt: skip
+    parts = re.split(r"(?m)^ *[─-]{3,} *$", text)
+    _, message, *others = ["", *parts] if framed else parts
+    near = []
+    for part in others:
+        if "Perhaps you meant" in part:
+            near += re.findall(r"(?m)^ {6}(--[\w-]+)", part)  # not those in help texts
     hint = f"; did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
-    words = " ".join(message).rstrip(".")
+    words = " ".join(message.split()).rstrip(".")
     return words[:1].lower() + words[1:] + hint

@@ -141,6 +141,8 @@ def plan(words: list[str]) -> PlannedRuns | Compare:
         raise InputError(f"method must be isda to compare it with ce, got {recipe.method!r}")
     if given.candidates is not None and not auto:
         raise InputError("--candidates are the values to try with --lambda-0 auto")
+    if auto:
+        checked_candidates(given.candidates, recipe)
     return given if auto else given.with_lambda_0(recipe.lambda_0, hold_out=recipe.hold_out)
 
 

@@ -149,28 +149,42 @@ class Invert(_WithClassifier):
     """Capture the iterations in CUDA graphs on a GPU."""
 
 
-def options_of(arguments: Any) -> Options:
+def _options_of(arguments: Any) -> Options:
     """The options of a training that are among the arguments of a command."""
     names = {one.name for one in fields(Options)} & {one.name for one in fields(arguments)}
     return Options(**{name: getattr(arguments, name) for name in names})
+
+
+_FIRST = next(iter(GANS))
+_GAN_USAGE = f"""\
+usage: isda gan train {{{",".join(GANS)}}} [FLAGS]
+       isda gan measure GENERATOR --classifier RUN [FLAGS]
+
+  train    Train a GAN of Table 4.
+  measure  Measure the quality of a trained GAN.
+
+`isda gan train {_FIRST} --help` and `isda gan measure --help` list the flags."""
 
 
 def gan(words: list[str]) -> None:
     """Train a GAN of Table 4, or measure one."""
     action, name = [*words, "", ""][:2]
     if action in ("", "-h", "--help"):
-        action, name, words = "train", "wgan", ["train", "wgan", "--help"]
+        print(_GAN_USAGE)
+        return
     if action not in ("train", "measure"):
         raise unknown("action of isda gan", action, ["train", "measure"])
     if action == "measure":
         _measure(words[1:])
         return
+    if name in ("-h", "--help"):
+        name = _FIRST
     if not name or name.startswith("-"):
         raise InputError(f"isda gan train needs the name of a GAN: one of {', '.join(GANS)}")
     given = parse(
         Gan,
         f"gan train {name}",
-        words[2:],
+        words[2:] if words[1:2] == [name] else ["--help"],
         description="Train a GAN of Table 4.",
         default=Gan(get_gan(name)),
     )
@@ -179,7 +193,7 @@ def gan(words: list[str]) -> None:
     require_seeds("seed", (given.seed,))
     from isda.experiments.generators.gan_training import train_gan
 
-    options = options_of(given)
+    options = _options_of(given)
     print(train_gan(given.settings, given.seed, options, sample_every=given.sample_every).folder)
 
 
@@ -192,7 +206,7 @@ def _measure(words: list[str]) -> None:
     require_seeds("seed", (given.seed,))
     with join_processes(given.device) as (device, _, _):
         generator = load_generator(given.generator, device)
-        options = options_of(given)
+        options = _options_of(given)
         classifier = load_classifier(given.classifier, options, device, statistics=False)
         result = measure_gan(
             generator, classifier, given.generator, epochs=given.epochs, seed=given.seed
@@ -208,7 +222,7 @@ def invert(words: list[str]) -> None:
 
     given = parse(Invert, "invert", words)
     require_seeds("seed", (given.seed,))
-    options = options_of(given)
+    options = _options_of(given)
     with join_processes(given.device) as (device, _, _), choose_kernels(options, device):
         folder = given.generator
         generator = None if folder is None else load_generator(folder, device)
@@ -238,7 +252,7 @@ def neighbours(words: list[str]) -> None:
     given = parse(Neighbours, "neighbours", words)
     require_seeds("seed", (given.seed,))
     with join_processes(given.device) as (device, _, _):
-        classifier = load_classifier(given.classifier, options_of(given), device)
+        classifier = load_classifier(given.classifier, _options_of(given), device)
         result = show_neighbours(
             classifier,
             given.out,

@@ -61,7 +61,7 @@ def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str
     notes = [
         "Minutes are estimates without start-up, from the speed of earlier runs on "
         f"{', '.join(speeds.devices) or 'no device'}; ? is unknown. MiB: the largest checkpoint of "
-        "a run.",
+        "a run. Lines that choose λ₀ count the final runs with the λ₀ of the recipe.",
         *([] if options.minutes is None else [_what_fits(found, options.minutes)]),
     ]
     return "\n".join([_table(found, width), "", *(fit(note, width) for note in notes), *problems])

@@ -73,6 +73,8 @@ def read_queue(path: Path, options: Options) -> list[Line]:
                 lines.append(Line(place, shlex.join(words), _task(words, options)))
         except ValueError as error:  # InputError, or a quote that is not closed
             raise InputError(f"{place}: {error}") from error
+    if not lines:
+        raise InputError(f"{path} must have at least one command, found none")
     return lines
 
 

@@ -81,12 +81,7 @@ class Search(RecipeArguments, Task):
         Returns:
             The result; None on ranks other than 0.
         """
-        if self.recipe.method != "isda":
-            raise InputError(
-                f"method must be isda to search for its lambda_0, got {self.recipe.method!r}"
-            )
         candidates = checked_candidates(self.candidates, self.recipe)
-        require_seeds("final_seeds", self.final_seeds)
         held = replace(self, recipe=with_hold_out(self.recipe, self.options))
         out = self.options.out
         if not self.options.resume:  # find existing runs of the final training now, not after hours
@@ -120,8 +115,14 @@ class Search(RecipeArguments, Task):
 def plan(words: list[str]) -> Search:
     """What the words behind the command train."""
     task = parse_recipe(Search, "search", words)
-    if task.recipe.method == "isda" and task.recipe.lambda_0 != task.start.recipe.lambda_0:
+    if task.recipe.method != "isda":
+        raise InputError(
+            f"method must be isda to search for its lambda_0, got {task.recipe.method!r}"
+        )
+    if task.recipe.lambda_0 != task.start.recipe.lambda_0:
         raise InputError("isda search chooses lambda_0: give its values with --candidates")
+    checked_candidates(task.candidates, task.recipe)
+    require_seeds("final_seeds", task.final_seeds)
     return task
 
 

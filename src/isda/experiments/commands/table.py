@@ -66,15 +66,19 @@ class Table:
                    if getattr(self.options, option.name) != option.default}  # fmt: skip
         return flags({"seeds": self.seeds, **self.changes(), **options})
 
-    def planned(self) -> "PlannedRuns":
-        """Runs that the cells need, with their baselines."""
-        from isda.experiments.commands.task import PlannedRuns  # imports the training code
-
+    def require_valid(self) -> None:
+        """Raise InputError unless cells can be trained with these arguments."""
         if not self.cell:
             raise InputError("training needs a cell: isda table N --cell DATA/NETWORK")
         if self.results is not None:
             raise InputError("--results does not go with --cell; --out is the folder of its runs")
         require_seeds("seeds", self.seeds)
+
+    def planned(self) -> "PlannedRuns":
+        """Runs that the cells need, with their baselines."""
+        from isda.experiments.commands.task import PlannedRuns  # imports the training code
+
+        self.require_valid()
         starts = [Start(get_recipe(name), name) for name in cell_recipes(self.table, *self.cell)]
         changed = [(start, replace(start.recipe, **self.changes())) for start in starts]
         recipes = {start.run_name(recipe): recipe for start, recipe in changed}
@@ -99,7 +103,7 @@ def run(words: list[str]) -> None:
         return
     names = cell_recipes(given.table, *given.cell)
     if given.dry_run:
-        require_seeds("seeds", given.seeds)
+        given.require_valid()
         for name in names:
             print(shlex.join(["isda", "train", name, *given.train_flags()]))
         return

@@ -65,7 +65,8 @@ class PlannedRuns(Task):
         plans = self.plans()
         missing = [plan for plan in plans if not records_of(plan, self.options.out, records)]
         done = len(plans) - len(missing)
-        print(f"{title}: {done} of {len(plans)} runs finished", flush=True)
+        many = "s" * (len(plans) != 1)
+        print(f"{title}: {done} of {len(plans)} run{many} finished", flush=True)
         return missing
 
     def train_missing(self, title: str, records: Path) -> None:

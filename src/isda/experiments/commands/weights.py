@@ -130,7 +130,7 @@ tags:
 
 ## Results on the {split}
 
-| | these weights | mean of the last {number} epochs |
+| | these weights | {"last epoch" if number == 1 else f"mean of the last {number} epochs"} |
 |---|---:|---:|
 {chr(10).join(table)}
 

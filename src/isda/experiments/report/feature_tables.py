@@ -91,7 +91,8 @@ def quality_table(result: dict[str, Any]) -> FeatureTable:
         f"{result['data']}, over the features of {result['classifier']}; it cannot be compared "
         "with an Inception FID. The classifier was trained on the training images, so test images "
         "show about what a perfect generator would reach. Network: resnet8, "
-        f"{result['epochs']} epochs. Picture: a row of samples for each class."
+        f"{result['epochs']} epoch{'s' * (result['epochs'] != 1)}. Picture: a row of samples for "
+        "each class."
     )
     return FeatureTable("Quality of a generator", header, rows, note)
 

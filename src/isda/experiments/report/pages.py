@@ -254,7 +254,7 @@ def _settings(side: Side, pretrained: bool) -> dict[str, str]:
             value = ", ".join(map(str, value)) or "none"
         elif isinstance(value, bool):
             value = "yes" if value else "no"
-        words[field] = f"{value:g}" if isinstance(value, float) else str(value)
+        words[field] = f"{value:g}" if isinstance(value, float) else str(value) or "none"
     if pretrained:
         loaded = dict.fromkeys(run.pretrained for run in side.runs.values())
         words["pretrained weights"] = "; ".join(loaded)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 from tqdm import tqdm
@@ -23,6 +23,7 @@ from isda.experiments.settings import Options
 from isda.experiments.training.deadline import time_up
 from isda.experiments.training.failures import Failures, reason_of
 from isda.experiments.training.groups import Plan
+from isda.experiments.training.images import kept_images
 from isda.experiments.training.run_folder import RunFolder, require_free
 
 __all__ = ["train_in_processes"]
@@ -41,7 +42,8 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
     with ProcessPoolExecutor(min(options.processes, len(plans)), context, _begin) as pool:
-        label = f"{plans[0].recipe.data} {plans[0].recipe.network}, {options.processes} processes"
+        data = PurePath(plans[0].recipe.data.removeprefix("imagefolder:")).name
+        label = f"{data} {plans[0].recipe.network}, {options.processes} processes"
         try:
             with _no_interrupts():
                 numbers = {pool.submit(_train, plan, options): number
@@ -89,11 +91,15 @@ def _exists(folder: Path) -> bool:
     return (folder / "config.json").exists()
 
 
+_images = contextlib.ExitStack()  # of a process
+
+
 def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; checkpoints are intact
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
+    _images.enter_context(kept_images())  # all runs of this process load them once
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
