@@ -13,7 +13,7 @@ from test_report import make_run, raw_errors
 
 import isda
 from isda.experiments import cli
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, RunsFailed
 from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_training import train_gan
 from isda.experiments.losses import baselines
@@ -179,6 +179,23 @@ def test_cell_is_trained_with_its_baseline(planned, capsys, tmp_path):
         number = f"{np.mean(raw[name]):.2f} ± {np.std(raw[name], ddof=1):.2f} (3)"
         assert f"| {paper} | {number} |" in text
     assert "ISDA lowers the test error by 1.00 points" in text
+
+
+def test_the_finished_runs_of_a_cell_are_shown(monkeypatch, tmp_path, capsys):
+    """Even if all runs of its baseline have failed."""
+    for seeds in ({CE: [0, 1], ISDA: [0]}, {ISDA: [0, 1]}):
+        out = tmp_path / str(len(seeds))
+        runs = [make_run(out, name, seed, 30.0) for name, own in seeds.items() for seed in own]
+
+        def failing(plans, options, runs=runs):
+            raise RunsFailed(["the training loss is nan"], runs, len(plans))
+
+        monkeypatch.setattr("isda.experiments.training.loop.train", failing)
+        with pytest.raises(RunsFailed, match="the training loss is nan"):
+            show_table(["2", "--cell", "cifar100/resnet32", "--seeds", "0", "1"])
+        text = capsys.readouterr().out
+        assert all((f"| {name} " in text) == (name in seeds) for name in (CE, ISDA))
+        assert ("the test error" in text) == (CE in seeds)
 
 
 def test_several_cells(planned):

@@ -54,9 +54,9 @@ def run(words: list[str]) -> None:
     runs = distinct(load_runs(folder))
     measured = read_costs(given.costs) if given.costs else []
     costs = cost_rows(measured, "report") if measured else []
+    pictures = read_features(given.pictures)
     if given.export is not None:
         _export([one for one in runs if summary(one).finished], given.export)
-    pictures = read_features(given.pictures)
     show("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
     for path in given.update:
         print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")

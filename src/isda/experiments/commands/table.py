@@ -108,8 +108,10 @@ def run(words: list[str]) -> None:
             print(shlex.join(["isda", "train", name, *given.train_flags()]))
         return
     from isda.experiments.training import loop
+    from isda.experiments.training.failures import finished_first
 
     planned = given.planned()
-    runs = loop.train(planned.plans(), planned.options)
-    if runs:  # only rank 0 has the records
-        show(cell_results(table, given.cell, dict(zip(names, planned.recipes, strict=True)), runs))
+    own = dict(zip(names, planned.recipes, strict=True))
+    with finished_first(loop.train, planned.plans(), planned.options) as runs:
+        if runs:  # only rank 0 has the records
+            show(cell_results(table, given.cell, own, runs))

@@ -271,15 +271,16 @@ def cell_results(
         table: table of the paper.
         addresses: addresses of the cells.
         names: names of the runs, by recipe.
-        runs: finished runs.
+        runs: finished runs; those of a recipe may all be missing.
     """
-    rows, parts = [], []
+    rows, parts, trained = [], [], {run.name for run in runs}
+    names = {name: own for name, own in names.items() if own in trained}
     for name, own in names.items():
         side = create_side(runs, own)
         rows.append([own, str(table.published[name]), f"{side.error.format()} ({len(side.runs)})"])
     cells = [cell for address in addresses for cell in find_cells(table.number, address)]
     for cell in dict.fromkeys(cells):
-        if cell.baseline:
+        if cell.baseline and {cell.baseline, cell.recipe} <= names.keys():
             result = comparison(runs, names[cell.baseline], names[cell.recipe])
             parts.append(f"{result.method.name}\n{comparison_table(result)}")
     return "\n\n".join([markdown_rows(["recipe", "paper, %", "ours, % (seeds)"], rows), *parts])
