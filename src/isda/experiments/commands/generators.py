@@ -178,13 +178,13 @@ def gan(words: list[str]) -> None:
         _measure(words[1:])
         return
     if name in ("-h", "--help"):
-        name = _FIRST
+        name, words = _FIRST, [action, _FIRST, "--help"]
     if not name or name.startswith("-"):
         raise InputError(f"isda gan train needs the name of a GAN: one of {', '.join(GANS)}")
     given = parse(
         Gan,
         f"gan train {name}",
-        words[2:] if words[1:2] == [name] else ["--help"],
+        words[2:],
         description="Train a GAN of Table 4.",
         default=Gan(get_gan(name)),
     )

@@ -19,8 +19,8 @@ from isda import distributed
 from isda.experiments.commands.recipe_arguments import RecipeArguments
 from isda.experiments.errors import InputError, RunsFailed, StoppedElsewhere
 from isda.experiments.records import Run
-from isda.experiments.report.comparison import Side, create_side
 from isda.experiments.report.intervals import RESOLUTION
+from isda.experiments.report.sides import Side, create_side
 from isda.experiments.report.text import text_table
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop

@@ -20,7 +20,7 @@ from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_re
 from isda.experiments.commands.task import Task
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text
-from isda.experiments.report.comparison import Side
+from isda.experiments.report.sides import Side
 from isda.experiments.report.text import show
 from isda.experiments.settings import Recipe
 from isda.experiments.training.device import join_processes

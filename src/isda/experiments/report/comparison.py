@@ -150,11 +150,9 @@ def strengths(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[flo
     found = []
     for same, group in groups.items():
         if len(group) > 1:
-            baseline = baselines.get(same.baseline())
-            start = {} if baseline is None else {0.0: baseline}
-            found.append(
-                (next(iter(group.values())).training(), dict(sorted({**start, **group}.items())))
-            )
+            title, baseline = next(iter(group.values())).training(), baselines.get(same.baseline())
+            sides = group if baseline is None else {0.0: baseline, **group}
+            found.append((title, dict(sorted(sides.items()))))
     return found
 
 

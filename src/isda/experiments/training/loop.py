@@ -45,7 +45,8 @@ from isda.experiments.training.training_step import Lane
 
 __all__ = ["Plan", "train"]
 
-_RESERVE = 1 / 16  # of all epochs: so many before it would be too late, runs are left out
+# share of all epochs; runs are left out so many epochs before it would be too late
+_RESERVE = 1 / 16
 
 
 def train(
