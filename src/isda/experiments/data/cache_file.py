@@ -6,7 +6,6 @@ it is complete, and replaces files with the same settings for images that have c
 """
 
 import fcntl
-import hashlib
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -108,19 +107,8 @@ def _contents_key(data: FolderImages) -> str:
     import torchvision  # slow to import
 
     settings = (data.image_size, data.interpolation, data.test_crop)
-    versions = (_FORMAT, *settings, PIL.__version__, torchvision.__version__)
-    key = hashlib.sha256(repr(versions).encode())
-    for files in (data.train_files, data.test_files):
-        for file in files:
-            name = os.path.relpath(file, data.path)
-            try:
-                found = os.stat(file)
-                state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-            except OSError:  # reported when it is decoded
-                state = (-1, -1, -1)
-            key.update(repr((os.fsencode(name), *state)).encode())
-        key.update(b"|")
-    return key.hexdigest()[:32]
+    versions = (PIL.__version__, torchvision.__version__)
+    return data.digest(_FORMAT, *settings, *versions, times=True)
 
 
 @contextmanager

@@ -49,17 +49,23 @@ class FolderImages:
         """Number of classes C."""
         return len(self.class_names)
 
-    def digest(self) -> str:
-        """Hash of names and sizes of all files, the same for a copy of the folder."""
-        key = hashlib.sha256()
+    def digest(self, *settings: object, times: bool = False) -> str:
+        """Hash of settings, and of names and sizes of all files.
+
+        Args:
+            settings: what else it depends on.
+            times: also hash the times of change, which a copy of the folder does not have.
+        """
+        key = hashlib.sha256(repr(settings).encode())
         for files in (self.train_files, self.test_files):
             for file in files:
                 name = os.fsencode(os.path.relpath(file, self.path))
                 try:
-                    size = os.stat(file).st_size
+                    found = os.stat(file)
+                    state = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
                 except OSError:  # reported when it is decoded
-                    size = -1
-                key.update(repr((name, size)).encode())
+                    state = (-1, -1, -1)
+                key.update(repr((name, *state) if times else (name, state[0])).encode())
             key.update(b"|")
         return key.hexdigest()[:32]
 
