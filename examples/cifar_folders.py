@@ -3,7 +3,7 @@
     python examples/cifar_folders.py cifar10 folders/cifar10 --images-per-class 1000
     isda compare --data imagefolder:folders/cifar10 --network timm:resnet18 --pretrained --freeze
 
-The folder gets the first training images of every class and all test images.
+The folder gets the first training and test images of every class.
 """
 
 import argparse
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("data", choices=("cifar10", "cifar100"))
     parser.add_argument("folder", type=Path, help="gets train/ and test/")
     parser.add_argument("--images-per-class", type=int, default=5000, help="training images")
+    parser.add_argument("--test-images-per-class", type=int, default=1000, help="test images")
     parser.add_argument("--data-root", default="data", help="folder of CIFAR (default: data)")
     parser.add_argument("--download", action="store_true", help="download CIFAR if it is missing")
     given = parser.parse_args()
@@ -41,8 +42,8 @@ def main() -> None:
     assert isinstance(data, ImageArrays)
     train = write_images(given.folder / "train", data, data.train_images, data.train_target,
                          given.images_per_class)  # fmt: skip
-    number = len(data.test_target)
-    test = write_images(given.folder / "test", data, data.test_images, data.test_target, number)
+    test = write_images(given.folder / "test", data, data.test_images, data.test_target,
+                        given.test_images_per_class)  # fmt: skip
     print(f"{given.folder}: {train} training and {test} test images")
 
 
