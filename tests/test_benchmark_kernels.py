@@ -133,10 +133,10 @@ def test_kernels_are_turned_on_and_off(
 
 
 def test_time_is_that_of_one_call(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isda.DiagonalCovariance, "quadratic", lambda *_: time.sleep(0.003))
+    monkeypatch.setattr(isda.DiagonalCovariance, "quadratic", lambda *_: time.sleep(0.02))
     row = create_row(benchmark, "quadratic")
     benchmark.measure(row, "cpu", repeat=3)
-    assert 3000 <= row.microseconds < 20000  # eight calls take 24,000
+    assert 20_000 <= row.microseconds < 160_000  # the time of eight calls
 
 
 @pytest.mark.parametrize("piece", ["loss, eager", "loss, compiled", "cross entropy, eager"])

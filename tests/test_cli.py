@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -328,9 +327,7 @@ def test_help_fits_80_columns_and_shows_no_internal_fields(
 
 def test_help_answers_before_torch_is_imported() -> None:
     code = "import sys, isda_command; isda_command.main(['--help']); print('torch' in sys.modules)"
-    began = time.monotonic()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert time.monotonic() - began < 2
     assert result.stdout == f"{USAGE}\nFalse\n"
 
 

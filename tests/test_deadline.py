@@ -27,7 +27,7 @@ def _first_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seconds_left() -> None:
     assert Deadline(Options()).seconds_left == math.inf
-    assert 59 < Deadline(Options(minutes=1)).seconds_left <= 60
+    assert 50 < Deadline(Options(minutes=1)).seconds_left <= 60
     limit = Deadline(Options(minutes=1))
     assert not limit.is_up(50)
     assert limit.is_up(61)

@@ -267,14 +267,19 @@ def test_errors_of_rank_0_stop_both_ranks(
 
 
 def start(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "isda_command", *words],
+    """What ``python -m isda_command`` does, as soon as Python itself has started."""
+    code = "import runpy; print(flush=True); runpy.run_module('isda_command', {}, '__main__', True)"
+    command = subprocess.Popen(
+        [sys.executable, "-c", code, *words],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+    assert command.stdout is not None
+    command.stdout.readline()
+    return command
 
 
 @pytest.mark.parametrize(
