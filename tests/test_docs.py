@@ -203,6 +203,9 @@ def test_short_code_is_not_broken() -> None:
     assert change("<code>OUT/&lt;recipe&gt;/&lt;seed&gt;/</code>").startswith(
         '<code class="short">'
     )
+    flags = "--lambda-0 0.25 --epochs 40"
+    marked = '<span class="short">--lambda-0</span> 0.25 <span class="short">--epochs</span> 40'
+    assert change(f"<code>{flags}</code>") == f"<code>{marked}</code>"
     for long in ("<code>isda train cifar100-resnet32-isda</code>", "<code>a\nb</code>"):
         assert change(long) == long
 
