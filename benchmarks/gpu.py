@@ -1,4 +1,4 @@
-"""Measure every record of docs/speed.md and docs/training.md on this machine's GPU.
+"""Measure every record of docs/speed.md on this machine's GPU.
 
     python benchmarks/gpu.py --out records
 

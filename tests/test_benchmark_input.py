@@ -72,7 +72,7 @@ def test_the_documentation_shows_the_records(
     record: Path, main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["--table", str(record)])
-    page = (SCRIPT.parents[1] / "docs" / "training.md").read_text()
+    page = (SCRIPT.parents[1] / "docs" / "speed.md").read_text()
     shown = page.split(f"<!-- table:{record.stem} -->\n")[1].split("\n<!-- /table -->")[0]
     assert shown == capsys.readouterr().out.strip()
 

@@ -99,7 +99,7 @@ def test_rows_are_compared_with_their_own_baseline(run: Callable[..., str], tmp_
 
 
 def test_speed_table_is_that_of_its_record(run: Callable[..., str]) -> None:
-    page = (ROOT / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "speed.md").read_text()
     table = page.split("<!-- table:train_h200 -->\n")[1].split("\n<!-- /table -->")[0]
     assert table == run("--table", ROOT / "results" / "benchmarks" / "train_h200.csv").strip()
 

@@ -21,13 +21,19 @@ from programs import run_program
 
 import isda
 from isda.experiments.commands import train as train_command
+from isda.experiments.commands.lambda_search import halving
 from isda.experiments.cost_records import read_costs
 from isda.experiments.errors import InputError
 from isda.experiments.published import PUBLISHED
 from isda.experiments.recipes import DEFAULT, RECIPES
 from isda.experiments.records import load_runs
 from isda.experiments.report.blocks import BLOCKS, update_markdown
-from isda.experiments.report.comparison import comparisons, strengths
+from isda.experiments.report.comparison import (
+    comparison,
+    comparison_table,
+    comparisons,
+    strengths,
+)
 from isda.experiments.report.figures import write_figures
 from isda.experiments.report.intervals import estimate
 from isda_command import COMMANDS, USAGE
@@ -287,6 +293,27 @@ def test_commands_train_the_runs_of_the_records(records) -> None:
         seconds = sum(json.loads(epoch)["seconds"] for text in texts for epoch in text.splitlines())
         assert line.endswith(f"| {seconds / 60:.1f} |")
     assert shown == runs
+
+
+def test_own_images_shows_the_table_of_the_records(records) -> None:
+    names = [
+        f"digits-resnet8-{method}drop_rate=0.3+images_per_class=10"
+        for method in ("ce+epochs=25+batch_size=10+", "isda+epochs=25+batch_size=10+lambda_0=1.0+")
+    ]
+    result = comparison([run for run in records if run.name in names], *names)
+    table = comparison_table(result).partition("\n\n")[0]
+    assert ("text", f"{table}\n") in blocks(DOCS / "own_images.md")
+
+
+@pytest.mark.parametrize("page", ["own_images", "training"])
+def test_epochs_of_a_search_are_counted(page: str) -> None:
+    """With as many epochs as the page says, five candidates and three seeds."""
+    text = " ".join((DOCS / f"{page}.md").read_text().split())
+    pattern = r"(\d+) epochs [^.]*, the search takes (\d+) epochs and the comparison (\d+)"
+    found = re.findall(pattern, text)
+    ((epochs, search, compared),) = [map(int, numbers) for numbers in found]
+    assert search == sum(part.cost for part in halving(5, epochs))
+    assert compared == 2 * 3 * epochs
 
 
 def test_figures_are_those_of_the_records(records, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """3×3 convolutions with few channels, by Triton on NVIDIA GPUs.
 
 ResNet-32 and ResNet-110 spend most of a training step in convolutions with 16 and 32 channels,
-where cuDNN is several times slower than the memory traffic requires (``docs/training.md``).
+where cuDNN is several times slower than the memory traffic requires (``docs/speed.md``).
 """
 
 from typing import Any
