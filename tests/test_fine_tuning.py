@@ -103,16 +103,17 @@ def test_the_backbone_is_that_of_the_file(network: str, num_classes: int, tmp_pa
     assert found.weights.sha256 == digest
 
 
-def test_a_new_head_is_a_function_of_the_seed(tmp_path: Path) -> None:
-    path = weights_of(RESNET, tmp_path)
-    one, again, other = (
-        create_network(
-            RESNET, num_classes=5, weights=path, generator=torch.Generator().manual_seed(seed)
-        ).get_classifier().weight
-        for seed in (0, 0, 1)
-    )  # fmt: skip
-    assert torch.equal(one, again)
-    assert not torch.equal(one, other)
+@pytest.mark.parametrize("network", [RESNET, VIT])
+def test_a_new_head_is_zero(network: str, tmp_path: Path) -> None:
+    path = weights_of(network, tmp_path)
+    new = create_network(network, num_classes=5, weights=path).get_classifier()
+    assert new.weight.shape[0] == 5
+    assert not new.weight.any()
+    assert not new.bias.any()
+    known = create_network(network, num_classes=1000, weights=path).get_classifier()
+    assert known.weight.all()
+    random = create_network(network, num_classes=5).get_classifier()
+    assert random.weight.any()
 
 
 @pytest.mark.parametrize("form", ["plain", "state_dict", "ddp", "own checkpoint", "headless"])

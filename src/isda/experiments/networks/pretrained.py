@@ -122,7 +122,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def load_tensors(
     model: nn.Module, head: str, tensors: Mapping[str, Tensor]
 ) -> tuple[tuple[str, ...], str]:
-    """Copy tensors into a model, unless they do not fit.
+    """Copy tensors into a model, unless they do not fit; a new head becomes zero.
+
+    Gradients through a random head would change the features before the head has learned anything.
+    timm's heads of EfficientNet and MobileNet begin with weights up to 1 / √C for C classes, which
+    is far too large if there are few.
 
     Args:
         model: model whose head has the final number of classes.
@@ -161,6 +165,8 @@ def load_tensors(
         for name, value in own.items():
             if name not in new:
                 value.copy_(tensors[name])
+            elif name in (f"{head}.weight", f"{head}.bias"):
+                value.zero_()
     return new, ""
 
 
