@@ -466,11 +466,14 @@ def test_invalid_records(
 def test_report_to_missing_folders(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *QUICK, "--device", "cpu"]) == 0
     capsys.readouterr()
-    for flags in (["--update", "nowhere.md"], ["--page", "nowhere/report.html"]):
-        assert main(["report", *flags]) == 2
-        printed = capsys.readouterr().err
-        assert printed.startswith("isda: cannot ")
-        assert "nowhere" in printed
+    assert main(["report", "--page", "nowhere/report.html"]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("isda: cannot ")
+    assert "nowhere" in printed
+    assert main(["report", "--update", "nowhere.md"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == "isda: cannot read nowhere.md: No such file or directory\n"
+    assert printed.out == ""
 
 
 def test_overrides_reach_the_recipe_and_the_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -484,6 +484,9 @@ def test_file_without_measurements(tmp_path: Path) -> None:
         write(path, theory, {})
         with pytest.raises(InputError, match=r"cost\.csv has no measurements"):
             main(["--table", str(path)])
+    path.unlink()
+    with pytest.raises(InputError, match=r"cost\.csv cannot be read: No such file or directory$"):
+        main(["--table", str(path)])
 
 
 def test_resume_keeps_unknown_columns(tmp_path: Path) -> None:

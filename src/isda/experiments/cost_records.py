@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, reason
 from isda.experiments.files import write_text, writing
 from isda.experiments.published import COST, PARAMETERS, Cost
 from isda.experiments.report.text import markdown_rows, text_table
@@ -124,7 +124,7 @@ def measured_lines(path: Path) -> list[dict[str, str]]:
             missing = [name for name in _FIELDS if name not in (reader.fieldnames or ())]
             lines = [line for line in reader if line.get("case")]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"{path} cannot be read: {reason(error)}") from error
     if missing:
         raise InputError(f"{path} is not a CSV file of isda cost: it has no column {missing[0]}")
     cases: dict[tuple[str, str], set[str]] = {}

@@ -16,6 +16,7 @@ __all__ = [
     "TimeUp",
     "WriteError",
     "as_input_error",
+    "reason",
     "unknown",
 ]
 
@@ -75,6 +76,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     return InputError(f"unknown {kind} {name!r}{hint}")
 
 
+def reason(error: Exception) -> str:
+    """What an error says in one line, without the name of a file, which is given before it."""
+    words = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return str(words).splitlines()[0]
+
+
 @contextlib.contextmanager
 def as_input_error(message: str) -> Iterator[None]:
     """Turn errors that a network raises for unsuitable images into an InputError."""
@@ -83,5 +90,4 @@ def as_input_error(message: str) -> Iterator[None]:
     except InputError:
         raise
     except (AssertionError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{message}: {reason}") from error
+        raise InputError(f"{message}: {reason(error)}") from error

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from isda.experiments.errors import InputError, WriteError
+from isda.experiments.errors import InputError, WriteError, reason
 
 __all__ = ["read_bytes", "sync_folder", "write_bytes", "write_folder", "write_text", "writing"]
 
@@ -32,7 +32,7 @@ def read_bytes(path: Path, *, most: int) -> bytes:
             raise InputError(f"{path} has {found.st_size} bytes, more than the {most} possible")
         return path.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        raise InputError(f"cannot read {path}: {reason(error)}") from error
 
 
 def write_text(path: Path, text: str) -> None:

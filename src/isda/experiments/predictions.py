@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, reason
 from isda.experiments.files import read_bytes, write_bytes
 from isda.experiments.records import Run
 
@@ -69,8 +69,7 @@ def load_predictions(run: Run) -> Predictions | None:
     except InputError:  # the metrics are damaged
         raise
     except Exception as error:  # a damaged file can fail in any way
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise InputError(f"{path} is damaged: {reason}") from error
+        raise InputError(f"{path} is damaged: {reason(error)[:200]}") from error
     return Predictions(
         target=arrays["target"].astype(np.int32),
         prediction=arrays["prediction"].astype(np.int32),

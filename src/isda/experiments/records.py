@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from isda._version import __version__
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, reason
 from isda.experiments.files import read_bytes, write_bytes, write_folder
 from isda.experiments.metrics_lines import (
     Checksum,
@@ -139,7 +139,7 @@ class Run:
             most = _LARGEST + self.recipe.epochs * _LONGEST
             *lines, rest = read_bytes(path, most=most).split(b"\n")
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+            raise InputError(f"cannot read {path}: {reason(error)}") from error
         records, checked, verified, checksum = [], False, True, self.checksum()
         for epoch, line in enumerate(lines):
             try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.errors import InputError, TimeUp, reason
 
 __all__ = ["Job", "Workers"]
 
@@ -64,8 +64,7 @@ class Workers:
         try:
             ray.init(address or "local", logging_level="ERROR", **own)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise InputError(f"no Ray cluster at address {address!r}: {reason}") from error
+            raise InputError(f"no Ray cluster at address {address!r}: {reason(error)}") from error
         self._ray = ray
         resources = ray.cluster_resources()
         gpus = 0 if device == "cpu" else int(resources.get("GPU", 0))

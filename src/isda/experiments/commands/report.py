@@ -57,9 +57,10 @@ def run(words: list[str]) -> None:
     pictures = read_features(given.pictures)
     if given.export is not None:
         _export([one for one in runs if summary(one).finished], given.export)
+    changed = {path: update_markdown(path, runs, measured) for path in given.update}
     show("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
-    for path in given.update:
-        print(f"{path}: {'updated' if update_markdown(path, runs, measured) else 'up to date'}")
+    for path, is_new in changed.items():
+        print(f"{path}: {'updated' if is_new else 'up to date'}")
     if given.figures is not None:
         from isda.experiments.report.figures import write_figures  # imports matplotlib
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isda.experiments.data import counter_rng
-from isda.experiments.errors import InputError, unknown
+from isda.experiments.errors import InputError, reason, unknown
 
 if TYPE_CHECKING:
     from isda.experiments.data.folders import FolderImages  # which imports this module
@@ -345,7 +345,7 @@ def _read_torchvision(name: str, packed: Path, *, download: bool) -> dict[str, n
             data = source(str(packed.parent), train=part == "train", download=download)
         except (OSError, RuntimeError) as error:
             what = "cannot be downloaded" if download else f"in {folder} is damaged"
-            raise InputError(f"{name} {what}: {str(error).splitlines()[0]}") from error
+            raise InputError(f"{name} {what}: {reason(error)}") from error
         arrays[f"{part}_images"] = data.data
         arrays[f"{part}_labels"] = np.asarray(data.targets)
     return arrays

@@ -15,7 +15,7 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, reason
 
 __all__ = [
     "ImageFiles",
@@ -283,9 +283,6 @@ def _require_ratio(one: int, other: int) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Reason for an error in one line, without the name of the file, which is given before it."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
     if isinstance(error, Image.UnidentifiedImageError):
         return "not an image that PIL reads"
-    return one_line(str(error) or type(error).__name__)
+    return one_line(reason(error))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, reason
 from isda.experiments.files import read_bytes, sync_folder, write_text, writing
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.metrics_lines import config_checksum
@@ -123,11 +123,10 @@ class GanFolder:
         except InputError:
             raise
         except Exception as error:  # a damaged file can fail in any way
-            reason = (str(error) or type(error).__name__).splitlines()[0]
             rest = "train the GAN again"
             if name == "generator.pt" and (self.folder / "checkpoint.pt").exists():
                 rest = f"isda gan train {self.settings.gan} --resume writes it again"
-            raise InputError(f"{path} is damaged ({reason}): {rest}") from error
+            raise InputError(f"{path} is damaged ({reason(error)}): {rest}") from error
         return state
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from isda.experiments.data.decoding import few, one_line
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, reason
 
 __all__ = [
     "LoadedWeights",
@@ -97,16 +97,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         content = _read(path)
     except OSError as error:
-        raise InputError(f"{one_line(path)} cannot be read: {error.strerror or error}") from error
+        raise InputError(f"{one_line(path)} cannot be read: {reason(error)}") from error
     except Exception as error:  # a damaged file can fail in any way
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        why = reason(error)
         if path.suffix != ".safetensors" and not _is_torch_file(path):
-            reason = "it is neither safetensors, by its name, nor a torch file"
+            why = "it is neither safetensors, by its name, nor a torch file"
         elif "weights_only" in str(error) or "Weights only" in str(error):
-            reason = "it holds Python objects other than tensors: save it as safetensors"
-        raise InputError(
-            f"{one_line(path)} is not a file of tensors: {one_line(reason)}"
-        ) from error
+            why = "it holds Python objects other than tensors: save it as safetensors"
+        raise InputError(f"{one_line(path)} is not a file of tensors: {one_line(why)}") from error
     for key in _CONTAINERS:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -254,5 +252,6 @@ def _hub_file(url: str, *, download: bool) -> Path | None:
 
 
 def _not_downloaded(what: str, error: Exception) -> InputError:
-    reason = one_line((str(error) or type(error).__name__).splitlines()[0])
-    return InputError(f"pretrained weights of {what} cannot be downloaded: {reason}")
+    return InputError(
+        f"pretrained weights of {what} cannot be downloaded: {one_line(reason(error))}"
+    )

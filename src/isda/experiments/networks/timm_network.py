@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from isda.experiments.errors import InputError, unknown
+from isda.experiments.errors import InputError, reason, unknown
 from isda.experiments.networks.network import Network
 from isda.experiments.networks.pretrained import (
     Preprocessing,
@@ -49,8 +49,7 @@ class TimmNetwork(Network):
                 name, num_classes=num_classes, in_chans=in_channels, drop_rate=0.0
             )
         except Exception as error:  # models raise different errors
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise InputError(f"timm:{name} cannot be built: {reason}") from error
+            raise InputError(f"timm:{name} cannot be built: {reason(error)}") from error
         classifier: Any = self.get_classifier()
         is_conv = isinstance(classifier, nn.Conv2d) and classifier.kernel_size == (1, 1)
         if not is_conv and not isinstance(classifier, nn.Linear):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from isda.experiments.errors import InputError, unknown
+from isda.experiments.errors import InputError, reason, unknown
 from isda.experiments.networks.network import Network
 from isda.experiments.networks.pretrained import (
     Preprocessing,
@@ -114,8 +114,7 @@ def create_torchvision(
     try:
         model = models.get_model(name, weights=None, num_classes=num_classes)
     except Exception as error:  # models raise different errors
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"torchvision:{name} cannot be built: {reason}") from error
+        raise InputError(f"torchvision:{name} cannot be built: {reason(error)}") from error
     rename = _densenet_name if name.startswith("densenet") else str
     return WrappedNetwork(
         f"torchvision:{name}",
@@ -155,9 +154,8 @@ def create_own(
     except InputError:
         raise
     except Exception as error:  # of the user's code
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{spec}(num_classes={num_classes}) failed: {type(error).__name__}: {reason}"
+            f"{spec}(num_classes={num_classes}) failed: {type(error).__name__}: {reason(error)}"
         ) from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec} must return an nn.Module, got {type(model).__name__}")
@@ -176,8 +174,7 @@ def own_function(spec: str) -> Callable[..., Any]:
     try:
         found = importlib.import_module(module)
     except Exception as error:  # of the user's code
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(f"network {spec}: cannot import {module}: {reason}") from error
+        raise InputError(f"network {spec}: cannot import {module}: {reason(error)}") from error
     function = getattr(found, name, None)
     if not callable(function):
         known = [key for key, value in vars(found).items() if callable(value) and key[0] != "_"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from isda.experiments.calibration import calibration_block
 from isda.experiments.cost_records import cost_block
-from isda.experiments.errors import InputError, unknown
+from isda.experiments.errors import InputError, reason, unknown
 from isda.experiments.files import write_text
 from isda.experiments.published import DASH, PUBLISHED
 from isda.experiments.recipes import RECIPES, train_command
@@ -48,7 +48,7 @@ def update_markdown(
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
+        raise InputError(f"cannot read {path}: {reason(error)}") from error
     begin, end = r"<!-- runs:(\S+) -->", r"<!-- /runs -->"
     pattern = rf"({begin}\n)((?:(?!{begin}).)*?)({end})"
     found = len(re.findall(pattern, text, flags=re.DOTALL))

@@ -21,7 +21,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from isda.experiments.errors import InputError, RunError
+from isda.experiments.errors import InputError, RunError, reason
 from isda.experiments.files import sync_folder, write_bytes, write_text, writing
 from isda.experiments.metrics_lines import config_checksum, require_metrics, sealed
 from isda.experiments.networks import LoadedWeights
@@ -190,8 +190,7 @@ class RunFolder(Run):
             except InputError:
                 raise
             except Exception as error:  # a damaged file can fail in any way
-                reason = (str(error) or type(error).__name__).splitlines()[0]
-                damage.append(f"{path} is damaged ({reason})")
+                damage.append(f"{path} is damaged ({reason(error)})")
                 self._trusted = False
                 continue
             for message in damage:
