@@ -309,7 +309,7 @@ def planned(*words: str) -> tuple[str, Recipe]:
 def test_recipe_of_a_network_with_batch_norm() -> None:
     name, recipe = planned("--network", RESNET, "--pretrained")
     assert name == "photos-timm_test_resnet_pretrained-isda"
-    assert (recipe.optimizer, recipe.learning_rate, recipe.head_rate) == ("sgd", 0.01, 10)
+    assert (recipe.optimizer, recipe.learning_rate, recipe.head_rate) == ("sgd", 0.01, 1)
     assert (recipe.warmup, recipe.weight_decay, recipe.decay_all) == (1, 1e-4, True)
     assert (recipe.image_size, recipe.interpolation) == (160, "bilinear")
     assert recipe.test_crop == 160 / 168  # 0.95 in timm, which rounds the side of 168.4 down

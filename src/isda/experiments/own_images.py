@@ -29,13 +29,13 @@ _FINE_TUNING: dict[str, Any] = {
     "pretrained": True,
     "epochs": 30,
     "learning_rate": 0.01,
-    "head_rate": 10.0,
     "warmup": 1,
 }
 _ADAMW: dict[str, Any] = {  # for transformers
     "optimizer": "adamw",
     "nesterov": False,
     "learning_rate": 5e-5,
+    "head_rate": 10.0,
     "weight_decay": 0.05,
     "decay_all": False,
 }
