@@ -247,13 +247,15 @@ def _head(name: str, model: nn.Module, num_classes: int) -> nn.Linear:
     except ValueError as error:
         reason = str(error).partition(";")[0]  # without arguments of attach
         raise InputError(f"{name} cannot be used: {reason}") from error
-    if isinstance(head, nn.Linear) and head.out_features == num_classes:
-        return head
-    outputs = head.out_features if isinstance(head, nn.Linear) else head.out_channels
-    raise InputError(
-        f"{name} must end in an nn.Linear with {num_classes} outputs, one per class, but "
-        f"ends in a {type(head).__name__} with {outputs} outputs"
-    )
+    if not isinstance(head, nn.Linear):
+        kind = type(head).__name__
+        raise InputError(f"{name} must end in an nn.Linear, but ends in a {kind}")
+    if head.out_features != num_classes:
+        raise InputError(
+            f"{name} must end in an nn.Linear with {num_classes} outputs, one per class, but ends "
+            f"in one with {head.out_features}"
+        )
+    return head
 
 
 def _named(name: str, parameters: Any) -> bool:
