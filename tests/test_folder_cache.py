@@ -159,6 +159,7 @@ def test_formats(tmp_path: Path) -> None:
     assert len(files.train_files + files.test_files) == 2 * (len(saved) + 1)
 
 
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # PIL, of the last file
 @pytest.mark.parametrize("kind", ["jpg", "webp", "png", "tiff"])
 def test_photos_are_turned_upright(kind: str, tmp_path: Path) -> None:
     """As PIL's ``exif_transpose`` does it; sizes are known from the header."""
