@@ -1,6 +1,7 @@
 """Pretrained networks: files of weights, preparation of images, recipes, frozen networks."""
 
 import hashlib
+import html
 import re
 import shutil
 import socket
@@ -606,7 +607,7 @@ def test_the_page_says_what_was_used(
     given = words(photos, weights, "--freeze", "--seeds", "0", "1", "--out", str(out))
     assert main(["compare", *given]) == 0, capsys.readouterr().err
     (page,) = out.glob("*.html")
-    text = page.read_text()
+    text = html.unescape(page.read_text())
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
     assert f"{weights} (SHA-256 {digest}…)" in text
     assert "not loaded: fc.weight, fc.bias" in text
