@@ -77,6 +77,7 @@ def test_a_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         DIE.format(marker=str(marker), checkpoint=str(run / "checkpoint.pt"))
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # the path of a socket has at most 107 bytes
     monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "0")  # Ray kills no worker by itself
     assert main(["queue", "queue", *RAY]) == 2  # the last line diverges
     shown = capfd.readouterr()
