@@ -3,6 +3,7 @@
 Unlike in a process of their own, the modules that the tests have imported are there already.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -12,21 +13,30 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from types import ModuleType
 
 from forks import START_METHOD
 
-__all__ = ["environment_of_rank", "forget_world", "free_port", "run_program"]
+__all__ = ["PATIENCE", "environment_of_rank", "forget_world", "held_port", "run_program"]
+
+PATIENCE = 600
+"""Seconds to wait for other processes; even on a busy machine only those that hang take as long."""
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """A port for the first rank, which no other process is given meanwhile.
+
+    It is bound by a socket that does not listen. With SO_REUSEADDR, which torch sets as well, the
+    first rank can still listen there.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def environment_of_rank(rank: int, world: int, port: int) -> dict[str, str]:
@@ -51,16 +61,14 @@ def run_program(
     *arguments: object,
     folder: Path | None = None,
     ranks: int = 0,
-    timeout: float = 120,
 ) -> CompletedProcess[str]:
     """What ``python target arguments`` returns and prints; a string is a module, as after ``-m``.
 
     With ranks, as many processes as ``torchrun`` starts; returned is the first code that is not 0.
     """
     words = list(map(str, arguments))
-    port = free_port() if ranks else 0
     context = multiprocessing.get_context(START_METHOD)
-    with tempfile.TemporaryDirectory() as printed:
+    with held_port() as port, tempfile.TemporaryDirectory() as printed:
         paths = [f"{printed}/stdout", f"{printed}/stderr"]
         processes = []
         for rank in range(ranks or 1):
@@ -69,7 +77,7 @@ def run_program(
                 context.Process(target=_program, args=(target, words, folder, environment, paths))
             )
             processes[-1].start()
-        end = time.monotonic() + timeout
+        end = time.monotonic() + PATIENCE
         for process in processes:
             process.join(max(end - time.monotonic(), 0))
         late = [process for process in processes if process.is_alive()]
@@ -78,7 +86,7 @@ def run_program(
             process.join()
         out, err = (Path(path).read_text() for path in paths)
     if late:
-        raise TimeoutExpired([str(target), *words], timeout, out, err)
+        raise TimeoutExpired([str(target), *words], PATIENCE, out, err)
     codes = [process.exitcode or 0 for process in processes]
     return CompletedProcess([str(target), *words], next(filter(None, codes), 0), out, err)
 

@@ -36,8 +36,8 @@ def test_every_pipeline(
     assert [(row["pipeline"], row["side_by_side"]) for row in rows] == expected
     *rows, compared = rows
     trained = 6 * 2 * 24  # images of all runs and epochs
-    rate = trained / float(compared["total_seconds"])
-    assert float(compared["trained_per_second"]) == pytest.approx(rate, rel=0.05, abs=1)
+    seconds, rate = float(compared["total_seconds"]), float(compared["trained_per_second"])
+    assert (rate - 0.5) * (seconds - 0.05) <= trained <= (rate + 0.5) * (seconds + 0.05)  # rounded
     assert compared["network"] == "resnet8"
     for row in rows:
         assert float(row["batches_per_second"]) > 0

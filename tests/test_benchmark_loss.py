@@ -53,7 +53,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_program(SCRIPT, *arguments, timeout=300)
+    return run_program(SCRIPT, *arguments)
 
 
 def read(path: Path) -> list[dict[str, str]]:

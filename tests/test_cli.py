@@ -17,6 +17,7 @@ import pytest
 import scipy.stats
 import torch
 from PIL import Image
+from programs import PATIENCE
 
 from isda import __version__
 from isda.experiments import commands
@@ -183,7 +184,7 @@ def test_broken_pipe() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()
-        assert process.wait(60) == 141  # the exit code of SIGPIPE in a shell
+        assert process.wait(PATIENCE) == 141  # the exit code of SIGPIPE in a shell
         assert process.stderr is not None
         assert not process.stderr.read()
 

@@ -143,6 +143,7 @@ def test_migrating(
     torch.testing.assert_close(covariance, old.CoVariance, check_dtype=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed as a dependency")
 def test_frameworks(names: dict[str, Any], tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     transformers = pytest.importorskip("transformers")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import PATIENCE
 from test_train_distributed import command_as_rank, on_two
 
 from isda.experiments.cli import main
@@ -266,11 +267,27 @@ def test_errors_of_rank_0_stop_both_ranks(
     assert second == ""
 
 
+TELLING = """
+import runpy
+import signal
+
+handle = signal.signal
+
+def handle_and_tell(*arguments):
+    signal.signal = handle
+    handle(*arguments)
+    print(flush=True)
+
+signal.signal = handle_and_tell
+runpy.run_module("isda_command", {}, "__main__", True)
+"""
+"""Prints an empty line when the command has set its first signal handler, that of Ctrl-C."""
+
+
 def start(words: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    """What ``python -m isda_command`` does, as soon as Python itself has started."""
-    code = "import runpy; print(flush=True); runpy.run_module('isda_command', {}, '__main__', True)"
+    """What ``python -m isda_command`` does, from when it handles Ctrl-C."""
     command = subprocess.Popen(
-        [sys.executable, "-c", code, *words],
+        [sys.executable, "-c", TELLING, *words],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -292,7 +309,7 @@ def test_interrupted_at_any_time(processes: str, seconds: float, tmp_path: Path)
     command = start(words, tmp_path)
     time.sleep(seconds)
     os.killpg(command.pid, signal.SIGINT)
-    _, printed = command.communicate(timeout=60)
+    _, printed = command.communicate(timeout=PATIENCE)
     assert command.returncode == 130
     assert "Traceback" not in printed
     assert "isda: interrupted" in printed
@@ -303,7 +320,9 @@ def test_help_into_a_closed_pipe() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "isda_command", "--help"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
+    )
     os.close(writer)
     assert done.returncode == 141
     assert done.stderr == ""

@@ -210,6 +210,7 @@ def test_mistakes_are_named(name):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 def test_scripted_models():
     """torch.jit.script takes no hook; the message says what to do, and it works."""
     model = Backwards()

@@ -16,7 +16,7 @@ import reference
 import torch
 import torch.multiprocessing as mp
 from forks import START_METHOD
-from programs import environment_of_rank, forget_world, free_port
+from programs import PATIENCE, environment_of_rank, forget_world, held_port
 from ranks import close
 from torch import nn
 from torch.nn import functional as F
@@ -64,8 +64,9 @@ def test_isda_imports_no_framework(package, imported_by_isda):
 
 def on_two_ranks(work, folder: Path) -> list[dict[str, Any]]:
     folder.mkdir(exist_ok=True)
-    arguments = (work, free_port(), str(folder))
-    mp.start_processes(_on_rank, arguments, nprocs=2, start_method=START_METHOD)
+    with held_port() as port:
+        arguments = (work, port, str(folder))
+        mp.start_processes(_on_rank, arguments, nprocs=2, start_method=START_METHOD)
     return [torch.load(folder / f"result{rank}.pt") for rank in range(2)]
 
 
@@ -741,7 +742,7 @@ def test_timm_training_script(tmp_path):
 
     def run(*options: str) -> dict[str, Any]:
         done = subprocess.run(
-            [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=300
+            [*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE
         )
         assert done.returncode == 0, done.stdout + done.stderr
         name = options[options.index("--experiment") + 1]

@@ -834,6 +834,7 @@ def test_input_errors_stay_as_they_are() -> None:
             raise error
 
 
+@pytest.mark.filterwarnings("ignore:The default weight initialization of inception_v3")
 def test_torchvision_models_that_cannot_be_used() -> None:
     with pytest.raises(InputError, match="unknown torchvision model 'resnet19'; did you mean"):
         create_network("torchvision:resnet19", num_classes=7)

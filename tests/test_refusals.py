@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from programs import PATIENCE
 from ranks import close, results_of
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ def work(rank: int, world: int, folder: str) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),  # ranks that wait in vain fail the tests
+        timeout=timedelta(seconds=PATIENCE),  # for ranks that wait in vain
     )
     messages: dict[str, str] = {}
     criterion = isda.ISDALoss(A, C, lambda_0=0.5, ramp="constant")

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import html
 import json
 import os
 import re
@@ -290,7 +291,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
     assert f"Left out: {reason}{places}." in text
     assert "belong to no cell" not in text
     write_report_page(tmp_path / "report.html", runs)
-    assert places in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert places in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
     for show in (partial(run_command, "table"), lambda words: print(recipes_table(words[2]))):
         show(["2", "--results", str(out)])
         assert f"Left out: {reason}{places}." in capsys.readouterr().out

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from programs import PATIENCE
 
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.metrics_lines import config_checksum
@@ -275,7 +276,7 @@ def test_name_must_be_a_folder_name(tmp_path, name):
 def take_lock(out, held, release):
     with run_folder.locked(out, "name", 0):
         held.set()
-        release.wait(60)
+        release.wait(PATIENCE)
 
 
 def test_a_lock_that_is_released_is_not_held_twice(tmp_path, monkeypatch):
@@ -292,7 +293,7 @@ def test_a_lock_that_is_released_is_not_held_twice(tmp_path, monkeypatch):
         first.__exit__(None, None, None)  # nothing was written: removes folder and lock
         assert not (tmp_path / "name").exists()
         third.start()
-        assert held.wait(30)
+        assert held.wait(PATIENCE)
         real(file, mode)  # of the deleted file, which nobody else holds
 
     monkeypatch.setattr(run_folder.fcntl, "lockf", late)
@@ -304,7 +305,7 @@ def test_a_lock_that_is_released_is_not_held_twice(tmp_path, monkeypatch):
             pass
     finally:
         release.set()
-        third.join(30)
+        third.join(PATIENCE)
     assert third.exitcode == 0
     with run_folder.locked(tmp_path, "name", 0):
         RunFolder.create(tmp_path, "name", RECIPE, 0)

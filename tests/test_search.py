@@ -3,13 +3,8 @@
 Most tests train nothing: a stand-in writes records with made-up errors.
 """
 
-import contextlib
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
 import re
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from forks import START_METHOD
+from test_train_distributed import on_two
 
 from isda.experiments.cli import run as run_command
 from isda.experiments.commands import lambda_search
@@ -386,15 +381,7 @@ def test_a_search_on_digits_resumes_after_a_kill(
 # Several processes
 
 
-def search_as_rank(rank: int, port: int) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
+def search_as_rank(rank: int) -> None:
     def noted(plans: Sequence[Plan], options: Options) -> list[Run]:
         with open(f"rank{rank}", "a") as file:
             file.writelines(f"{plan}\n" for plan in plans)
@@ -413,19 +400,7 @@ def search_as_rank(rank: int, port: int) -> None:
 
 @pytest.mark.ddp
 def test_two_processes_choose_the_same() -> None:
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = multiprocessing.get_context(START_METHOD)
-    ranks = [context.Process(target=search_as_rank, args=(rank, port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    multiprocessing.connection.wait([process.sentinel for process in ranks], timeout=60)
-    for process in ranks:
-        process.join(10)  # if one fails, the other waits for it
-        process.kill()
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    assert on_two(search_as_rank) == [0, 0]
     (path,) = Path("runs").glob("*.search.json")
     assert json.loads(path.read_text())["final"]["lambda_0"] == 0.5
     one, other = (Path(f"rank{rank}").read_text().splitlines() for rank in range(2))

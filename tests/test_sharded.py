@@ -12,6 +12,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
+from programs import PATIENCE
 from ranks import close, results_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -230,7 +231,7 @@ def work(rank: int, world: int, folder: str) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=120),  # ranks that wait for each other in vain fail the tests
+        timeout=timedelta(seconds=PATIENCE),  # for ranks that wait for each other in vain
     )
     results: dict[Any, Any] = {}
     for split, sizes in SPLITS.items():

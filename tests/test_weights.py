@@ -112,7 +112,7 @@ def test_refusals(run: Run, tmp_path: Path, capsys) -> None:
         (run.folder, "nowhere/w.safetensors", "folder"),
         (record, "w.safetensors", f"{record} has no checkpoint of its last epoch"),
         (tmp_path, "w.safetensors", f"{tmp_path / 'config.json'} is not a run record"),
-        (tmp_path / "none", "w.safetensors", f"folder '{tmp_path / 'none'}' does not exist"),
+        (tmp_path / "none", "w.safetensors", f"folder {str(tmp_path / 'none')!r} does not exist"),
     ):
         assert main(["weights", str(folder), "--out", str(tmp_path / out)]) == 2
         assert capsys.readouterr().err.startswith(f"isda: {message}")
