@@ -389,7 +389,7 @@ def row_of(table: str, title: str) -> list[str]:
 
 def test_every_block_of_a_page(records) -> None:
     """Records that are added later make further rows, but do not change these."""
-    names = {"effect", "summary", "lambda_0", "images", "calibration", "times"}
+    names = {"effect", "summary", "lambda_0", "images", "losses", "calibration", "times"}
     assert names == BLOCKS.keys()
     before, after = (naive_mean(name, "test_error", 10) for name in PAIR)
     title = "CIFAR-100, ResNet-32, λ₀ = 0.5"

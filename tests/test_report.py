@@ -20,7 +20,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.published import COST
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.records import Run, load_runs
-from isda.experiments.report.blocks import recipes_block, update_markdown
+from isda.experiments.report.blocks import BLOCKS, recipes_block, update_markdown
 from isda.experiments.report.comparison import (
     comparison,
     comparison_table,
@@ -600,6 +600,23 @@ def naive_row(folder: Path, method: str) -> list[str]:
 def naive_cell(folder: Path, method: str) -> str:
     values = [raw_errors(folder, f"{FIRST}-{method}")[seed] for seed in range(3)]
     return f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f} (3)"
+
+
+def test_losses_block(records):
+    """Only the training with a loss other than ISDA has a table."""
+    title, empty, _, _, *rows = BLOCKS["losses"](load_runs(records), "").splitlines()
+    assert (title, empty) == ("CIFAR-10, ResNet-110:", "")
+    expected = []
+    for method, label in (("isda", "ISDA, λ₀ = 0.5"), ("focal", "Focal loss")):
+        change, _, errors, *_ = naive_row(records, method)
+        means = re.sub(" ± [0-9.]+", "", errors)
+        same = ["0.510 → 0.510: +0.000", "3.10 → 3.10: +0.00"]
+        expected.append([label, f"{means}: {change}", *same, "3"])
+    found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert found == expected
+    assert "no records" in BLOCKS["losses"](
+        [run for run in load_runs(records) if "focal" not in run.name], ""
+    )
 
 
 def test_report_equals_the_raw_records(records):

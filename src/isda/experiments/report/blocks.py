@@ -19,6 +19,7 @@ from isda.experiments.report.comparison import (
     Comparison,
     comparisons,
     data_sizes,
+    pair_up,
     strengths,
     verdict,
 )
@@ -160,6 +161,21 @@ def _data_sizes(runs: Iterable[Run], prefix: str) -> str:
     return "\n\n".join(parts) or "There are no records with several numbers of images yet."
 
 
+def _losses(runs: Iterable[Run], prefix: str) -> str:
+    """Tables: other losses and ISDA, each against cross entropy, by training."""
+    sides, _ = create_sides(run for run in runs if run.name.startswith(prefix))
+    groups: dict[str, list[Comparison]] = {}
+    for result in sorted(pair_up(sides.values()), key=lambda result: recipe_order(result.method)):
+        groups.setdefault(result.baseline.training(), []).append(result)
+    parts = []
+    for title, results in groups.items():
+        if any(result.method.recipe.method != "isda" for result in results):
+            rows = [[_loss(result), *_effect_cells(result), result.seeds] for result in results]
+            table = markdown_rows(["loss", *_TITLES, "seeds"], rows, pad=False)
+            parts.append(f"{escape_markdown(title)}:\n\n{table}")
+    return "\n\n".join(parts) or "There are no records of other losses yet."
+
+
 def _times(runs: Iterable[Run], prefix: str) -> str:
     """Table: the commands that train the runs, and the time that they took."""
     runs = [run for run in runs if run.name.startswith(prefix) and run.name.partition("+")[0] in
@@ -181,10 +197,21 @@ BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
     "summary": _summary,
     "lambda_0": _strengths,
     "images": _data_sizes,
+    "losses": _losses,
     "calibration": calibration_block,
     "times": _times,
 }
 """Blocks by name, from run records and the prefix of the recipes to show."""
+
+
+def _loss(result: Comparison) -> str:
+    """Name of the loss, with its settings: what the title has that that of cross entropy lacks."""
+    method, baseline = result.method, result.baseline.training().split(", ")
+    words = [
+        word for word in method.training().split(", ") if word not in (*baseline, method.label)
+    ]
+    strength = [f"λ₀ = {method.recipe.lambda_0:g}"] * (method.recipe.method == "isda")
+    return ", ".join([method.label, *words, *strength])
 
 
 def _effect_cells(result: Comparison) -> list[str]:
