@@ -54,7 +54,7 @@ def lane_states(folder: Path) -> list[torch.Tensor]:
     return flat(state["lanes"])
 
 
-@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (2, 16, 16)])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (2, 16, 16), (3, 12, 12)])
 @pytest.mark.parametrize("name", GANS)
 def test_networks_fit_the_images(name: str, shape) -> None:
     settings = small(name)
@@ -72,8 +72,13 @@ def test_networks_fit_the_images(name: str, shape) -> None:
 
 
 def test_sizes_that_no_doubling_gives_are_refused() -> None:
-    for shape in ((3, 28, 28), (3, 4, 4), (3, 32, 16), (3, 2, 2)):
-        with pytest.raises(InputError, match="squares with a side of 8, 16, 32"):
+    for side in (8, 28, 30, 96, 160, 224):
+        small, number = doublings((3, side, side))
+        assert 4 <= small <= 15
+        assert number >= 1
+        assert small * 2**number == side
+    for shape in ((3, 4, 4), (3, 32, 16), (3, 2, 2), (3, 34, 34), (3, 299, 299)):
+        with pytest.raises(InputError, match=r"squares for a generator, .* got [0-9]+ x [0-9]+$"):
             doublings(shape)
 
 

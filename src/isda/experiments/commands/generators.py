@@ -74,7 +74,10 @@ class _WithClassifier:
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
     data_root: Path | None = None
-    """Folder of CIFAR; None: data."""
+    """Folder of ImageNet, or of CIFAR (None: data)."""
+
+    skip_unreadable: bool = False
+    """Skip image files that cannot be decoded, if the run was trained so."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Generator and critic of the GANs: strided convolutions from 4 × 4 to the size of the images.
+"""Generator and critic of the GANs: strided convolutions that begin with about 4 × 4 pixels.
 
 The critic of WGAN has a gradient penalty in place of clipped weights, which limit what it can
 learn; the others have spectral norm, since the plain critics of their papers are easily trained
@@ -17,25 +17,29 @@ from isda.experiments.generators.gan_settings import GanSettings
 
 __all__ = ["Critic", "Generator", "doublings"]
 
+_LARGEST_START = 15  # side of the images that the generators begin with
 
-def doublings(image_shape: tuple[int, ...]) -> int:
-    """How often the side of a 4 × 4 image doubles to give an image of this shape.
 
-    >>> doublings((3, 32, 32)), doublings((1, 8, 8))
-    (3, 1)
+def doublings(image_shape: tuple[int, ...]) -> tuple[int, int]:
+    """The side of a small image, and how often it doubles to give an image of this shape.
+
+    >>> doublings((3, 32, 32)), doublings((1, 8, 8)), doublings((3, 224, 224))
+    ((4, 3), (4, 1), (7, 5))
     """
     _, height, width = image_shape
-    number = max(0, (height // 4).bit_length() - 1)
-    if number < 1 or height != width or height != 4 * 2**number:
+    side, number = height, 0
+    while side % 2 == 0 and side >= 8:
+        side, number = side // 2, number + 1
+    if height != width or number < 1 or side > _LARGEST_START:
         raise InputError(
-            f"images must be squares with a side of 8, 16, 32, ... pixels for a GAN, got {height} "
-            f"x {width}"
+            f"images must be squares for a generator, with a side of 4 to {_LARGEST_START} pixels "
+            f"doubled once or more, such as 32, 96 or 224, got {height} x {width}"
         )
-    return number
+    return side, number
 
 
 class Generator(nn.Module):
-    """Latent to image: a linear layer to 4 × 4, then transposed convolutions.
+    """Latent to image: a linear layer to about 4 × 4, then transposed convolutions.
 
     Args:
         settings: settings of the GAN.
@@ -51,11 +55,11 @@ class Generator(nn.Module):
     ) -> None:
         super().__init__()
         self.num_classes = num_classes
-        number = doublings(image_shape)
+        side, number = doublings(image_shape)
         channels = [settings.width * 2**power for power in reversed(range(number))]
         inputs = settings.noise + settings.codes + num_classes
-        first = nn.Linear(inputs, channels[0] * 16, bias=False)
-        layers: list[nn.Module] = [first, nn.Unflatten(1, (channels[0], 4, 4))]
+        first = nn.Linear(inputs, channels[0] * side**2, bias=False)
+        layers: list[nn.Module] = [first, nn.Unflatten(1, (channels[0], side, side))]
         for before, after in itertools.pairwise(channels):  # batch norm would remove a bias
             convolution = nn.ConvTranspose2d(before, after, 4, 2, 1, bias=False)
             layers += [nn.BatchNorm2d(before), nn.ReLU(), convolution]
@@ -89,12 +93,13 @@ class Critic(nn.Module):
         bound = (lambda layer: layer) if settings.penalty else spectral_norm
         layers: list[nn.Module] = []
         before = image_shape[0]
-        for power in range(doublings(image_shape)):
+        side, number = doublings(image_shape)
+        for power in range(number):
             after = settings.width * 2**power
             layers += [nn.Conv2d(before, after, 4, 2, 1), nn.LeakyReLU(0.2)]
             before = after
         self.layers = nn.Sequential(*layers, nn.Flatten())
-        features = before * 16
+        features = before * side**2
         self.score = nn.Linear(features, 1)
         self.classes = nn.Embedding(num_classes, features) if settings.gan == "cgan" else None
         has_head = settings.gan in ("acgan", "infogan")

@@ -71,21 +71,21 @@ def measure_gan(
     """
     if epochs < 1:
         raise InputError(f"epochs must be >= 1, got {epochs}")
-    data = classifier.data
+    data = classifier.data.to(classifier.device)
     generator.require_fit(
         num_classes=data.num_classes, image_shape=tuple(data.image_shape), other="the classifier"
     )
-    key = counter_rng.key(seed, device=data.train_images.device)
+    key = counter_rng.key(seed, device=classifier.device)
     number = len(data.train_target)
     size = min(number // 2, len(data.test_target))
     chosen = choose_samples(classifier, 2 * size, seed)  # as many of each class
     classes = [index % data.num_classes for index in range(number)]
     sets = {
         "": generator.draw(classes[:size], counter_rng.fold(key, _DRAW)),
-        "_floor": data.train_images[chosen[size:]],
+        "_floor": classifier.training_images(chosen[size:]),
         "_test": data.test_images[:size],
     }
-    training = classifier.all_features(data.train_images[chosen[:size]])
+    training = classifier.all_features(classifier.training_images(chosen[:size]))
     distances = {
         f"classifier_fid{name}": frechet_distance(training, classifier.all_features(images))
         for name, images in sets.items()

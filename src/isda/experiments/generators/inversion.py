@@ -78,7 +78,7 @@ def show_inversion(
     chosen = choose_samples(classifier, samples, seed)
     with writing(out, keep=()):
         out.mkdir(parents=True, exist_ok=True)
-    pixels, classes = data.train_images[chosen], data.train_target[chosen].tolist()
+    pixels, classes = classifier.training_images(chosen), data.train_target[chosen].tolist()
     features = classifier.all_features(pixels)
     key = counter_rng.key(seed, device=features.device)
 
@@ -249,3 +249,6 @@ def _require_independent(judge: TrainedClassifier, classifier: TrainedClassifier
             f"judge must be trained on {classifier.recipe.data}, as the classifier, got "
             f"{judge.recipe.data}"
         )
+    own, wanted = ((" x ".join(map(str, one.data.image_shape))) for one in (judge, classifier))
+    if own != wanted:
+        raise InputError(f"judge must take images of {wanted}, as the classifier, got {own}")

@@ -49,8 +49,7 @@ def create_generator(classifier: TrainedClassifier, seed: int = 0) -> TrainedGen
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         network = Generator(settings, data.num_classes, shape)
-    device = data.train_images.device
-    return TrainedGenerator(settings, data.num_classes, shape, [network.to(device)])
+    return TrainedGenerator(settings, data.num_classes, shape, [network.to(classifier.device)])
 
 
 def train_decoder(
@@ -72,8 +71,7 @@ def train_decoder(
         seed: seed of weights and order.
         with_generator: train the generator, too.
     """
-    data = classifier.data
-    device = data.train_images.device
+    data, device = classifier.data, classifier.device
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         decoder = LatentDecoder(
@@ -94,8 +92,9 @@ def train_decoder(
             latent = with_codes(decoder(features[index], label), generator)
             images = generator.for_classes(label.tolist())(latent)
             found = classifier.features(images)
-            pixels = (images - to_unit(data.train_images[index])).square().flatten(1).sum(1)
-            loss = ((found - features[index]).square().sum(1) + eta * pixels).mean()
+            pixels = (images - to_unit(classifier.training_images(index))).square()
+            distance = (found - features[index]).square().sum(1)
+            loss = (distance + eta * pixels.flatten(1).sum(1)).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -89,7 +89,7 @@ def show_neighbours(
     for column in columns:
         rules.append(place)
         place += column.shape[1]
-    picture = data.train_images[torch.cat(columns, 1)[:samples]]
+    picture = classifier.training_images(torch.cat(columns, 1)[:samples])
     write_grid(out / "neighbours.png", picture, rules=tuple(rules[1:]))
 
     own = data.train_target[chosen][:, None]

@@ -1,6 +1,6 @@
 """A trained classifier with its ISDA statistics, and moves of its features."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -9,16 +9,18 @@ from torch import Tensor
 from isda import Covariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, normalize
 from isda.experiments.errors import InputError
+from isda.experiments.generators.tested_images import load_tested_images
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network
 from isda.experiments.settings import Options, Recipe
-from isda.experiments.training.groups import Plan, load_images, own_images
+from isda.experiments.training.groups import Plan
+from isda.experiments.training.images import require_same_images
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.training_step import Lane
 
 __all__ = ["TrainedClassifier", "load_classifier"]
 
-_BATCH = 1000  # images at a time
+_PIXELS = 2**22  # at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,16 @@ class TrainedClassifier:
     criterion: ISDALoss | None
     """Holds the ISDA statistics; None if the run was trained with another loss."""
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the network and of the targets."""
+        return self.data.train_target.device
+
+    def training_images(self, index: Tensor) -> Tensor:
+        """The uint8 training images that an index of any shape asks for, on the device."""
+        images = self.data.train_images
+        return images[index.to(images.device)].to(self.device)
+
     def features(self, images: Tensor) -> Tensor:
         """Features (N, A) of uint8 images, or of images in [-1, 1]; differentiable in those."""
         if images.dtype == torch.uint8:
@@ -42,8 +54,9 @@ class TrainedClassifier:
 
     @torch.no_grad()
     def all_features(self, images: Tensor) -> Tensor:
-        """Features of many uint8 images, some at a time."""
-        return torch.cat([self.features(part) for part in images.split(_BATCH)])
+        """Features of many uint8 images, on any device, some at a time."""
+        size = max(1, _PIXELS // images[0, 0].numel())
+        return torch.cat([self.features(part.to(self.device)) for part in images.split(size)])
 
     @torch.no_grad()
     def predictions(self, images: Tensor) -> Tensor:
@@ -55,7 +68,7 @@ class TrainedClassifier:
         assert self.criterion is not None
         assert isinstance(self.criterion.estimator, Covariance)
         covariance = self.criterion.estimator.class_covariance(index)
-        return covariance.to(self.data.train_images.device).double()
+        return covariance.to(self.device).double()
 
 
 def load_classifier(
@@ -84,14 +97,14 @@ def load_classifier(
             f"{run.folder} is not finished, {state['epoch']} of {recipe.epochs} epochs: continue "
             "it with --resume"
         )
-    data = load_images(recipe, options)
-    if not isinstance(data, ImageArrays):
-        raise InputError(
-            f"{run.folder} was trained on {recipe.data}: only digits and CIFAR can be shown"
-        )
-    own = own_images(data, Plan(run.name, recipe, run.seed))
-    assert isinstance(own, ImageArrays)
-    network = Lane.create_network(recipe, own, run.seed)
+    own = load_tested_images(Plan(run.name, recipe, run.seed), options, device)
+    try:
+        require_same_images(own, recipe, state, "restore the images, or train the run again")
+    except InputError as error:
+        raise InputError(f"{run.folder}: {error}") from error
+    # the checkpoint has all weights, also those of a frozen network
+    untrained = replace(recipe, pretrained=False, weights="", freeze=False)
+    network = Lane.create_network(untrained, own, run.seed)
     network.load_state_dict(state["average" if recipe.ema else "network"])
     statistics_of = None
     if recipe.method == "isda":
@@ -101,4 +114,4 @@ def load_classifier(
         assert isinstance(criterion, ISDALoss)
         statistics_of = criterion
     network.to(device).eval().requires_grad_(False)
-    return TrainedClassifier(run.folder, recipe, network, own.to(device), statistics_of)
+    return TrainedClassifier(run.folder, recipe, network, own, statistics_of)

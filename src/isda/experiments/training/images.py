@@ -4,9 +4,9 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,20 @@ from isda.experiments.networks import Network, create_network, find_weights
 from isda.experiments.networks.probe import Backbone
 from isda.experiments.settings import Options, Recipe
 
-__all__ = ["ImageStore", "Images", "kept_images", "load_files", "require_fit"]
+__all__ = [
+    "ImageStore",
+    "Images",
+    "data_size",
+    "decode_readable",
+    "kept_images",
+    "load_files",
+    "normalised",
+    "require_fit",
+    "require_same_images",
+]
 
 Images = ImageArrays | DecodedImages
+_Decoded = TypeVar("_Decoded", bound=Images)
 
 _kept: list["ImageStore"] = []  # of kept_images
 
@@ -61,23 +72,9 @@ class ImageStore:
         """Load all images of a data set."""
         self._key, self._split_key = (), None
         self._files = self._whole = self._split = None  # frees its memory
-        skipped: dict[str, str] = {}
-        while self._whole is None:
-            files = self._files = load_files(recipe, options, skip=skipped)
-            try:
-                self._whole = _decoded(recipe, files, options, device)
-            except UnreadableFiles as error:
-                if not options.skip_unreadable:
-                    raise
-                assert isinstance(files, FolderImages)
-                skipped |= error.reasons  # the rest may be divided differently into the two sets
-                images = f"{len(skipped)} image{'s' * (len(skipped) > 1)}"
-                warnings.warn(
-                    f"skipped {images} under {one_line(files.path)} that cannot be decoded: "
-                    f"{few(list(skipped))}",
-                    stacklevel=2,
-                )
-
+        self._files, self._whole = decode_readable(
+            recipe, options, lambda files: _decoded(recipe, files, options, device)
+        )
         if isinstance(self._files, FolderImages) and int(os.environ.get("RANK", 0)) == 0:
             counts = len(self._files.train_target), len(self._files.test_target)
             tqdm.write(
@@ -100,7 +97,34 @@ class ImageStore:
                     self._split = whole.hold_out(recipe.hold_out, self._files)
                 self._split_key = recipe.hold_out
             whole = self._split
-        return whole if recipe.freeze else _normalised(whole, recipe)
+        return whole if recipe.freeze else normalised(whole, recipe)
+
+
+def decode_readable(
+    recipe: Recipe,
+    options: Options,
+    decode: Callable[[ImageArrays | FolderImages], _Decoded],
+) -> tuple[ImageArrays | FolderImages, _Decoded]:
+    """Data set of a recipe without its split, and what ``decode`` makes of it.
+
+    Files that it cannot decode are skipped if so desired.
+    """
+    skipped: dict[str, str] = {}
+    while True:
+        files = load_files(recipe, options, skip=skipped)
+        try:
+            return files, decode(files)
+        except UnreadableFiles as error:
+            if not options.skip_unreadable:
+                raise
+            assert isinstance(files, FolderImages)
+            skipped |= error.reasons  # the rest may be divided differently into the two sets
+            images = f"{len(skipped)} image{'s' * (len(skipped) > 1)}"
+            warnings.warn(
+                f"skipped {images} under {one_line(files.path)} that cannot be decoded: "
+                f"{few(list(skipped))}",
+                stacklevel=2,
+            )
 
 
 def load_files(recipe: Recipe, options: Options, *, skip: Any = ()) -> ImageArrays | FolderImages:
@@ -163,7 +187,7 @@ def _checks(recipe: Recipe, options: Options) -> bool:
     return recipe.data != "imagenet" or options.skip_unreadable
 
 
-def _normalised(data: Images, recipe: Recipe) -> Images:
+def normalised(data: _Decoded, recipe: Recipe) -> _Decoded:
     """The images, with mean and standard deviation of the recipe."""
     if not recipe.mean:
         return data
@@ -174,6 +198,25 @@ def _normalised(data: Images, recipe: Recipe) -> Images:
             f"got {recipe.mean}"
         )
     return replace(data, mean=recipe.mean, std=recipe.std)
+
+
+def data_size(data: Images) -> list[int]:
+    """Numbers of training images, test images and classes, which a checkpoint has."""
+    return [len(data.train_target), len(data.test_target), data.num_classes]
+
+
+def require_same_images(data: Images, recipe: Recipe, state: dict[str, Any], advice: str) -> None:
+    """Raise an InputError if the checkpoint ``state`` was made with other images."""
+    if state["data"] != data_size(data):
+        raise InputError(
+            f"{recipe.data} has {data_size(data)} training images, test images and classes, but "
+            f"the checkpoint was made with {state['data']}: {advice}"
+        )
+    if state.get("images", data.digest) != data.digest:
+        raise InputError(
+            f"{recipe.data} has as many images as the checkpoint was made with, but names or sizes "
+            f"of files have changed: {advice}"
+        )
 
 
 @torch.no_grad()
@@ -189,7 +232,7 @@ def _features(
         check = _checks(recipe, options)
         data = decode_folder(files, cache="off", device=device, check=check)
         sources = [center_crops(files, part) for part in (files.train_files, files.test_files)]
-    data = _normalised(data, recipe)
+    data = normalised(data, recipe)
     network = create_network(
         recipe.network,
         num_classes=data.num_classes,

@@ -24,6 +24,7 @@ from isda.experiments.networks import Network, bind_key, create_network, find_we
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.networks.probe import Probe
 from isda.experiments.settings import Recipe
+from isda.experiments.training.images import data_size, require_same_images
 from isda.experiments.training.memory import create_on, host_memory, is_out_of_memory
 from isda.experiments.training.metrics import classification_metrics, classified
 from isda.experiments.training.optimizer import (
@@ -202,7 +203,7 @@ class Lane:
         state = {
             "epoch": self.epoch,
             "steps": self.steps,
-            "data": self._data_size(),
+            "data": data_size(self.data),
             "images": self.data.digest,
             "network": self.network.state_dict(),
             "criterion": self.criterion.state_dict(),
@@ -217,17 +218,12 @@ class Lane:
         Raises:
             InputError: the data set or the generator has changed since the checkpoint.
         """
-        restore = "restore the images, or train in another folder with --out"
-        if state["data"] != self._data_size():
-            raise InputError(
-                f"{self.recipe.data} has {self._data_size()} training images, test images and "
-                f"classes, but the checkpoint was made with {state['data']}: {restore}"
-            )
-        if state.get("images", self.data.digest) != self.data.digest:
-            raise InputError(
-                f"{self.recipe.data} has as many images as the checkpoint was made with, but names "
-                f"or sizes of files have changed: {restore}"
-            )
+        require_same_images(
+            self.data,
+            self.recipe,
+            state,
+            "restore the images, or train in another folder with --out",
+        )
         if state.get("generator", 0) != self.generator_digest:
             raise InputError(
                 f"the {self.recipe.generator} is not the one that the checkpoint was made with: "
@@ -241,9 +237,6 @@ class Lane:
             buffer.copy_(saved)
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-
-    def _data_size(self) -> list[int]:
-        return [self.num_images, len(self.data.test_target), self.data.num_classes]
 
     @property
     def _compiled(self) -> bool:
