@@ -15,6 +15,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.predictions import load_predictions
 from isda.experiments.records import Run, export, load_runs, summary
+from isda.experiments.report.blocks import update_markdown
 from isda.experiments.report.feature_tables import read_features
 from isda.experiments.report.pages import write_report_page
 from isda.experiments.settings import Recipe
@@ -187,6 +188,29 @@ def test_names_in_tables_of_features(tmp_path: Path) -> None:
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     cells = "</td><td>".join([name, "90.0 %", "50.0 %", "0.30", "1.20"])
     assert f"<tr><td>{cells}</td></tr>" in page
+
+
+def test_pictures_in_a_markdown_file(tmp_path: Path) -> None:
+    for name, kept in (("one", 0.25), ("two", 0.75)):
+        share = {"same_class": kept, "changed": 0.5, "relative_length": 1, "relative_distance": 1}
+        record = {"moves": {"none": share}, "images": 10, "data": "*birds*", "strength": 0.5}
+        folder = tmp_path / "docs" / "figures" / name
+        folder.mkdir(parents=True)
+        (folder / "neighbours.json").write_text(json.dumps(record))
+    (folder / "neighbours.png").write_bytes(b"")
+    page = tmp_path / "docs" / "page.md"
+    page.write_text("<!-- runs:two:pictures -->\n<!-- /runs -->\n")
+    with pytest.raises(InputError, match="a folder of records that is called two: give it with"):
+        update_markdown(page, [], pictures=read_features([folder.parent / "one"]))
+    pictures = read_features([folder.parent / "one", folder])
+    assert update_markdown(page, [], pictures=pictures)
+    text = page.read_text()
+    title = "Training images nearest to augmented features"
+    assert f"-->\n\n![{title}](figures/two/neighbours.png)\n\n| move |" in text
+    assert "| none | 75.0 % |" in text
+    assert r"10 training images of \*birds\*, λ = 0.5." in text
+    assert "25.0" not in text
+    assert not update_markdown(page, [], pictures=pictures)
 
 
 def test_links_in_a_circle(folder: Path) -> None:

@@ -39,7 +39,8 @@ class Report:
     """CSV files written by isda cost, to show below Table 1."""
 
     pictures: tuple[Path, ...] = ()
-    """Folders that isda invert, neighbours or gan measure has written to, to show at the end."""
+    """Folders that isda invert, neighbours or gan measure has written to, to show at the end, and
+    in updated files between <!-- runs:FOLDER:pictures --> marks."""
 
 
 def run(words: list[str]) -> None:
@@ -57,7 +58,7 @@ def run(words: list[str]) -> None:
     pictures = read_features(given.pictures)
     if given.export is not None:
         _export([one for one in runs if summary(one).finished], given.export)
-    changed = {path: update_markdown(path, runs, measured) for path in given.update}
+    changed = {path: update_markdown(path, runs, measured, pictures) for path in given.update}
     show("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
     for path, is_new in changed.items():
         print(f"{path}: {'updated' if is_new else 'up to date'}")

@@ -23,6 +23,7 @@ from isda.experiments.report.comparison import (
     strengths,
     verdict,
 )
+from isda.experiments.report.feature_tables import FeatureTable
 from isda.experiments.report.intervals import difference, signed
 from isda.experiments.report.sides import QUANTITIES, Quantity, create_sides, recipe_order
 from isda.experiments.report.text import escape_markdown, markdown_rows
@@ -31,19 +32,23 @@ __all__ = ["BLOCKS", "recipes_block", "update_markdown"]
 
 
 def update_markdown(
-    path: Path | str, runs: Iterable[Run], costs: Sequence[Mapping[str, str]] = ()
+    path: Path | str,
+    runs: Iterable[Run],
+    costs: Sequence[Mapping[str, str]] = (),
+    pictures: Sequence[FeatureTable] = (),
 ) -> bool:
     """Write the blocks of a Markdown file again; return whether the file changed.
 
     The text between ``<!-- runs:NAME -->`` and ``<!-- /runs -->`` is replaced by the table of the
     recipes whose names start with NAME, or of all recipes for ``all``, or of the unchanged recipes
-    that the paper has a number for, ``paper``. ``NAME:BLOCK`` shows one of :data:`BLOCKS`, and
-    ``all:cost`` the costs.
+    that the paper has a number for, ``paper``. ``NAME:BLOCK`` shows one of :data:`BLOCKS`,
+    ``all:cost`` the costs, and ``NAME:pictures`` the pictures in a folder called NAME.
 
     Args:
         path: Markdown file.
         runs: run records.
         costs: lines of the records of ``isda cost``.
+        pictures: records of generators and augmented features.
     """
     path, runs = Path(path), list(runs)
     try:
@@ -60,7 +65,12 @@ def update_markdown(
         )
 
     def block(match: re.Match[str]) -> str:
-        return f"{match[1]}{_block(match[2], runs, costs)}\n{match[5]}"
+        name, _, kind = match[2].partition(":")
+        if kind == "pictures":
+            content = _pictures(name, pictures, path)
+        else:
+            content = _block(match[2], runs, costs)
+        return f"{match[1]}{content}\n{match[5]}"
 
     updated = re.sub(pattern, block, text, flags=re.DOTALL)
     if updated != text:
@@ -83,8 +93,19 @@ def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -
             )
         return f"\n{cost_block(costs)}\n"
     if kind not in BLOCKS:
-        raise unknown("block", kind, [*BLOCKS, "cost"])
+        raise unknown("block", kind, [*BLOCKS, "cost", "pictures"])
     return f"\n{BLOCKS[kind](runs, prefix)}\n"
+
+
+def _pictures(name: str, pictures: Sequence[FeatureTable], page: Path) -> str:
+    """The records of a folder with this name, each with its picture."""
+    found = [one.block(page) for one in pictures if one.folder.resolve().name == name]
+    if not found:
+        raise InputError(
+            f"<!-- runs:{name}:pictures --> needs a folder of records that is called {name}: give "
+            "it with --pictures"
+        )
+    return "\n" + "\n\n".join(found) + "\n"
 
 
 def recipes_block(runs: Iterable[Run], prefix: str = "") -> str:

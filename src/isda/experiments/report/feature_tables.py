@@ -2,13 +2,14 @@
 
 import base64
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from isda.experiments.errors import InputError
-from isda.experiments.report.text import markdown_rows
+from isda.experiments.report.text import escape_markdown, markdown_rows
 
 __all__ = [
     "FeatureTable",
@@ -27,6 +28,9 @@ class FeatureTable:
     header: list[str]
     rows: list[list[str]]
     note: str
+    folder: Path = Path()
+    """Folder of the record."""
+
     path: Path | None = None
     """PNG file."""
 
@@ -39,6 +43,15 @@ class FeatureTable:
     def markdown(self) -> str:
         """Title, table, note and the path of the picture."""
         return f"## {self.title}\n\n{self.text}" + (f"\n\n`{self.path}`" if self.path else "")
+
+    def block(self, page: Path) -> str:
+        """Picture, table and note for a Markdown page."""
+        picture = ""
+        if self.path is not None:
+            address = Path(os.path.relpath(self.path, page.parent)).as_posix()
+            picture = f"![{self.title}]({address})\n\n"
+        table = markdown_rows(self.header, self.rows, pad=False)
+        return f"{picture}{table}\n\n{escape_markdown(self.note)}"
 
     @property
     def address(self) -> str | None:
@@ -66,7 +79,8 @@ def read_features(folders: Iterable[Path]) -> list[FeatureTable]:
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
                     RecursionError) as error:  # fmt: skip
                 raise InputError(f"{path} is damaged: {error!r}") from error
-            found.append(replace(table, path=picture if picture.is_file() else None))
+            shown = picture if picture.is_file() else None
+            found.append(replace(table, folder=folder, path=shown))
     return found
 
 
