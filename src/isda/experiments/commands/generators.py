@@ -77,7 +77,7 @@ class _WithClassifier:
     """Folder of ImageNet, or of CIFAR (None: data)."""
 
     skip_unreadable: bool = False
-    """Skip image files that cannot be decoded, if the run was trained so."""
+    """Skip image files that cannot be decoded, as the run did."""
 
 
 @dataclass(frozen=True, kw_only=True)
