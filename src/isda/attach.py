@@ -350,7 +350,8 @@ class AttachedLoss(nn.Module):
                 raise ValueError(checks.MISMATCH)
             return self._require_pair(captured, logits, target, weight, bias)  # search once more
         self.mismatch.logical_or_(differ)
-        return rows._replace(features=torch.where(differ, torch.nan, rows.features))
+        # not _replace, see ISDALoss._count_step
+        return Rows(torch.where(differ, torch.nan, rows.features), *rows[1:])
 
 
 def _argument_error(logits: Any, target: Any, covariance_index: Any) -> Exception:

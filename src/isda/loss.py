@@ -298,7 +298,8 @@ class ISDALoss(Criterion):
             total = torch.where(index < 0, 0.0, self.weight.double()[index.clamp(min=0)]).sum()
             total = torch.where(total == 0, 1.0, total)
             scale = torch.where(scale == 0, 0.0, batch.world_size / total)
-        return batch._replace(index=index), scale, strength
+        # not _replace, whose result torch 2.11 cannot restore after a graph break
+        return _Batch(batch.features, index, batch.own, batch.world_size), scale, strength
 
     def _merge(self, batch: "_Batch") -> None:
         """Merge the batch into the statistics."""
