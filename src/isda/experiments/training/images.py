@@ -273,6 +273,22 @@ def _features(
 def require_fit(network: Network, recipe: Recipe, shape: torch.Size, device: torch.device) -> None:
     """Raise InputError if a network in eval mode cannot take images of a shape."""
     images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
-    with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
-        logits = network(images)
-    network.check(images, logits)
+    with _random_head(network):
+        with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
+            logits = network(images)
+        network.check(images, logits)
+
+
+@contextlib.contextmanager
+def _random_head(network: Network) -> Iterator[None]:
+    """Random numbers in the head: with a new head, which is zero, all logits would be equal."""
+    parameters = [*network.get_classifier().parameters()]
+    before = [one.clone() for one in parameters]
+    generator = torch.Generator().manual_seed(0)
+    for one in parameters:
+        one.copy_(torch.randn(one.shape, generator=generator) / one.shape[-1] ** 0.5)
+    try:
+        yield
+    finally:
+        for one, values in zip(parameters, before, strict=True):
+            one.copy_(values)
