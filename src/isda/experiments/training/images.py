@@ -54,6 +54,8 @@ class ImageStore:
         self._whole: Images | None = None
         self._split_key: object = None
         self._split: Images | None = None
+        self.first: Any = None
+        """Semaphore that the first of several processes takes, which alone names the images."""
 
     def get(self, recipe: Recipe, options: Options, device: torch.device) -> Images:
         """Images of a recipe, ready for training; unreadable files are skipped if so desired."""
@@ -75,7 +77,10 @@ class ImageStore:
         self._files, self._whole = decode_readable(
             recipe, options, lambda files: _decoded(recipe, files, options, device)
         )
-        if isinstance(self._files, FolderImages) and int(os.environ.get("RANK", 0)) == 0:
+        other = int(os.environ.get("RANK", 0)) > 0
+        if not isinstance(self._files, FolderImages) or other:
+            return
+        if self.first is None or self.first.acquire(block=False):
             counts = len(self._files.train_target), len(self._files.test_target)
             tqdm.write(
                 f"isda: {one_line(recipe.data)}: {self._files.num_classes} classes, {counts[0]} "
