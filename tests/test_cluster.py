@@ -13,7 +13,7 @@ import torch
 from isda.experiments.cli import main
 from isda.experiments.commands import queue, queue_workers
 from isda.experiments.commands.queue_workers import Job, Workers
-from isda.experiments.errors import InputError, TimeUp
+from isda.experiments.errors import InputError, RunLocked, TimeUp
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import load_runs, summary
 from isda.experiments.settings import Options
@@ -172,6 +172,24 @@ def test_errors_and_the_time_limit(monkeypatch: pytest.MonkeyPatch, capsys) -> N
         assert len(ran) < 6  # nothing was started after the first
         assert len(started) == 2  # the workers of the first call were used again
         assert workers.run([]) == []
+
+
+def test_jobs_that_need_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_workers, "import_module", lambda name: fake_ray([]))
+    ran: list[str] = []
+
+    def second() -> None:
+        ran.append("second")
+        if ran.count("second") == 1:  # while the first one works
+            raise RunLocked("runs/isda/0 is being trained by another process")
+
+    first, locked = job("first", lambda: ran.append("first")), job("second", second)
+    with Workers(None, "cpu", 2) as workers:
+        assert workers.run([locked, first]) == []
+        assert sorted(ran) == ["first", "second", "second"]
+        outside = job("outside", lambda: fail("runs/ce/0 is being trained", RunLocked))
+        assert workers.run([outside, first]) == [(outside, "runs/ce/0 is being trained")]
+        assert workers.run([outside, outside]) == 2 * [(outside, "runs/ce/0 is being trained")]
 
 
 def test_a_task_that_loses_every_worker(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

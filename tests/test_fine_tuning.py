@@ -32,11 +32,12 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.networks import Network, create_network, find_weights, own_preprocessing
 from isda.experiments.networks.pretrained import read_tensors
+from isda.experiments.networks.wrapped import WrappedNetwork
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import images as images_module
 from isda.experiments.training import loop
 from isda.experiments.training.groups import Plan
-from isda.experiments.training.images import ImageStore
+from isda.experiments.training.images import ImageStore, require_fit
 from isda.experiments.training.training_step import Lane
 
 CPU = torch.device("cpu")
@@ -115,6 +116,30 @@ def test_a_new_head_is_zero(network: str, tmp_path: Path) -> None:
     assert known.weight.all()
     random = create_network(network, num_classes=5).get_classifier()
     assert random.weight.any()
+
+
+class Scaled(nn.Module):
+    """A model that changes its logits."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body = timm.create_model("test_resnet", num_classes=num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 10 * self.body(x)
+
+
+def test_changed_logits_are_found_with_a_new_head(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    torch.save(Scaled(1000).state_dict(), weights)
+    network = WrappedNetwork("scaled", Scaled(5), num_classes=5, weights=weights)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    recipe = Recipe(data="imagefolder:photos", network="scaled", epochs=1, batch_size=1,
+                    learning_rate=0.1, weight_decay=0.0)  # fmt: skip
+    with pytest.raises(InputError, match="scaled must end in a linear layer"):
+        require_fit(network.eval(), recipe, torch.Size((3, 64, 64)), CPU)
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, before[name])
 
 
 @pytest.mark.parametrize("form", ["plain", "state_dict", "ddp", "own checkpoint", "headless"])

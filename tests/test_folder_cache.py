@@ -40,6 +40,7 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.data.resized_crop import PackedImages
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training import loop
 from isda.experiments.training.groups import Plan, own_images
 from isda.experiments.training.images import ImageStore, kept_images
 from isda.experiments.training.side_by_side import SideBySide
@@ -315,6 +316,13 @@ def test_the_images_are_counted(photos: Path, capsys: pytest.CaptureFixture[str]
         recipe = replace(RECIPE, data=f"imagefolder:{part}")
         ImageStore().get(recipe, Options(), CPU)
         assert capsys.readouterr().err == f"isda: {recipe.data}: 3 classes, {counts}\n"
+
+
+def test_several_processes_count_the_images_once(photos: Path, tmp_path: Path, capfd) -> None:
+    recipe = replace(RECIPE, data=f"imagefolder:{photos}")
+    plans = [Plan("run", recipe, seed) for seed in range(4)]
+    loop.train(plans, Options(out=tmp_path / "runs", device="cpu", processes=2))
+    assert capfd.readouterr().err.count("3 classes, 21 training images") == 1
 
 
 def test_every_seed_draws_its_own_images(photos: Path, device: torch.device) -> None:

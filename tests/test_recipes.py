@@ -6,6 +6,7 @@ import math
 import pytest
 
 from isda.experiments.errors import InputError, unknown
+from isda.experiments.files import write_text
 from isda.experiments.published import COST, DASH, PARAMETERS, PUBLISHED, TABLES, Cell, Result
 from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import DEFAULT, RECIPES, Start, baseline_of, get_recipe, name_of
@@ -181,13 +182,17 @@ def test_names_of_users_recipes_are_folder_names():
     assert baseline_of(name_of(recipe)) == name_of(recipe.baseline())
 
 
-def test_names_that_are_too_long_for_files():
-    for length in (237, 238):
+def test_names_that_are_too_long_for_files(tmp_path):
+    for length in (228, 229):
         recipe = plain(data=f"imagefolder:{'x' * length}", lambda_0=0.5)
-        if length == 237:  # the longest name of a file has 255 bytes
-            assert len(f"{Start(recipe).run_name(recipe)}.html") == 255
+        if length == 228:  # the longest name of a file has 255 bytes
+            name = Start(recipe).run_name(recipe)
+            assert len(f"{name}.lambda_0.json") == 255
+            for kind in ("html", "search.json", "lambda_0.json"):
+                write_text(tmp_path / f"{name}.{kind}", "text")
+            assert len([*tmp_path.iterdir()]) == 3
         else:
-            with pytest.raises(InputError, match="name of the run must have at most 250 bytes"):
+            with pytest.raises(InputError, match="name of the run must have at most 241 bytes"):
                 Start(recipe).run_name(recipe)
 
 

@@ -78,6 +78,18 @@ def test_the_images_are_those_of_the_run(photos, device, changes, counts, cache)
         assert len({str(image) for image in own}) == len(own)
 
 
+def test_the_file_of_the_training_stays(photos, device) -> None:
+    folder = trained(RECIPE, cache="disk")
+    before = {*photos.glob(".isda-cache/*.bytes")}
+    assert len(before) == 1
+    loaded(folder, device, cache="disk")
+    after = {*photos.glob(".isda-cache/*.bytes")}
+    assert len(after) == 2
+    assert after > before
+    trained(RECIPE, "again", cache="disk")
+    assert {*photos.glob(".isda-cache/*.bytes")} == after
+
+
 def test_a_frozen_run_needs_no_file_of_weights(photos, device) -> None:
     weights = photos.parent / "weights.pt"
     torch.save(timm.create_model("test_resnet", num_classes=5).state_dict(), weights)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 __all__ = [
     "InputError",
     "RunError",
+    "RunLocked",
     "RunsFailed",
     "StoppedElsewhere",
     "TimeUp",
@@ -23,6 +24,10 @@ __all__ = [
 
 class InputError(ValueError):
     """Invalid argument, path or file; the message is shown to the user as it is."""
+
+
+class RunLocked(InputError):
+    """Another process is training the run."""
 
 
 class RunError(InputError):

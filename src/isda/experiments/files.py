@@ -120,8 +120,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """An unused temporary name in the same folder."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    """An unused temporary name in the same folder, not too long for a file if that is not."""
+    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.new")
 
 
 def _write_new(path: Path, content: bytes) -> None:

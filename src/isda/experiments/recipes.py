@@ -29,7 +29,7 @@ __all__ = [
     "with_method",
 ]
 
-_LONGEST = 250  # bytes of the name of a run: of its folder and, with .html, of the page
+_LONGEST = 241  # bytes of the name of a run, which with .lambda_0.json is that of a file
 
 
 def get_recipe(name: str) -> Recipe:

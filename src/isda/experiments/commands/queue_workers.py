@@ -17,11 +17,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from isda.experiments.errors import InputError, TimeUp, reason
+from isda.experiments.errors import InputError, RunLocked, TimeUp, reason
 
 __all__ = ["Job", "Workers"]
 
-_ATTEMPTS = 3  # how often a job may lose its worker
+_ATTEMPTS = 3  # how often a job may lose its worker, or find a run locked when no other job works
 _SECONDS = 0.5  # between two looks at the records
 
 
@@ -87,7 +87,8 @@ class Workers:
     def run(self, jobs: Sequence[Job]) -> list[tuple[Job, str]]:
         """Run all jobs; returns those that failed, with the reasons.
 
-        A job whose worker is lost is run again, up to three times.
+        A job whose worker is lost is run again, up to three times; one that needs a run of another
+        job waits for that.
 
         Raises:
             TimeUp: the time limit of a job was reached; its runs have written checkpoints.
@@ -125,6 +126,10 @@ class Workers:
                 raise InputError(f"no worker can be started: {reason}") from error
             return
         self._idle.append(worker)
+        if kind == "locked" and job is not None:
+            work.put_off(job, text)
+            return
+        work.try_again()
         if kind == "time":
             work.time_up = text
         elif kind == "failed" and job is not None:
@@ -144,6 +149,7 @@ class _Work:
         self.failed: list[tuple[Job, str]] = []
         self.time_up: str | None = None  # the message, when the time limit is reached
         self._waiting, self._losses = deque(jobs), dict.fromkeys(jobs, 0)
+        self._put_off: list[Job] = []  # until another job ends
 
     @property
     def can_begin(self) -> bool:
@@ -157,6 +163,7 @@ class _Work:
 
     def lost(self, job: Job) -> bool:
         """Note that a job has lost its worker; returns whether it is tried again."""
+        self.try_again()
         self._losses[job] += 1
         again = self._losses[job] < _ATTEMPTS
         if again:
@@ -165,6 +172,22 @@ class _Work:
             reason = f"lost {_ATTEMPTS} workers, perhaps for lack of memory"
             self.failed.append((job, reason))
         return again
+
+    def put_off(self, job: Job, reason: str) -> None:
+        """Try a job again when another one ends, which may train a run that it needs, too."""
+        alone = not self.busy  # so the run belongs to a process outside of this queue
+        self._losses[job] += alone
+        if self._losses[job] < _ATTEMPTS:
+            self._put_off.append(job)
+        else:
+            self.failed.append((job, reason))
+        if alone:
+            self.try_again()
+
+    def try_again(self) -> None:
+        """Let the jobs that were put off wait for a worker."""
+        self._waiting.extend(self._put_off)
+        self._put_off.clear()
 
 
 class _Worker:
@@ -188,6 +211,8 @@ class _Worker:
             work()
         except TimeUp as error:
             return "time", str(error)
+        except RunLocked as error:
+            return "locked", str(error)
         except InputError as error:
             return "failed", str(error)
         except Exception as error:

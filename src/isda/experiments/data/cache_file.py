@@ -40,6 +40,8 @@ class CacheFile:
     def of(cls, data: FolderImages) -> "CacheFile":
         """The file for these images, which need not exist."""
         settings = f"{data.image_size}-{data.interpolation}-{data.test_crop:g}"
+        if not data.train_files:  # all as test images; must not replace the file of the training
+            settings = f"tested-{settings}"
         return cls(data, data.path / CACHE_FOLDER / f"{settings}-{_contents_key(data)}.bytes")
 
     def read(self) -> tuple[Tensor, Tensor] | None:

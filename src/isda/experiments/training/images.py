@@ -54,6 +54,8 @@ class ImageStore:
         self._whole: Images | None = None
         self._split_key: object = None
         self._split: Images | None = None
+        self.first: Any = None
+        """Semaphore that the first of several processes takes, which alone names the images."""
 
     def get(self, recipe: Recipe, options: Options, device: torch.device) -> Images:
         """Images of a recipe, ready for training; unreadable files are skipped if so desired."""
@@ -75,7 +77,10 @@ class ImageStore:
         self._files, self._whole = decode_readable(
             recipe, options, lambda files: _decoded(recipe, files, options, device)
         )
-        if isinstance(self._files, FolderImages) and int(os.environ.get("RANK", 0)) == 0:
+        other = int(os.environ.get("RANK", 0)) > 0
+        if not isinstance(self._files, FolderImages) or other:
+            return
+        if self.first is None or self.first.acquire(block=False):
             counts = len(self._files.train_target), len(self._files.test_target)
             tqdm.write(
                 f"isda: {one_line(recipe.data)}: {self._files.num_classes} classes, {counts[0]} "
@@ -273,6 +278,22 @@ def _features(
 def require_fit(network: Network, recipe: Recipe, shape: torch.Size, device: torch.device) -> None:
     """Raise InputError if a network in eval mode cannot take images of a shape."""
     images = torch.linspace(-1, 1, 2 * shape.numel(), device=device).view(2, *shape)
-    with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
-        logits = network(images)
-    network.check(images, logits)
+    with _random_head(network):
+        with as_input_error(f"{recipe.network} does not accept {shape[1]} x {shape[2]} images"):
+            logits = network(images)
+        network.check(images, logits)
+
+
+@contextlib.contextmanager
+def _random_head(network: Network) -> Iterator[None]:
+    """Random numbers in the head: with a new head, which is zero, all logits would be equal."""
+    parameters = [*network.get_classifier().parameters()]
+    before = [one.clone() for one in parameters]
+    generator = torch.Generator().manual_seed(0)
+    for one in parameters:
+        one.copy_(torch.randn(one.shape, generator=generator) / one.shape[-1] ** 0.5)
+    try:
+        yield
+    finally:
+        for one, values in zip(parameters, before, strict=True):
+            one.copy_(values)

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -41,7 +42,8 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     failures = Failures(len(plans))
     others = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-    with ProcessPoolExecutor(min(options.processes, len(plans)), context, _begin) as pool:
+    workers, first = min(options.processes, len(plans)), context.Semaphore(1)
+    with ProcessPoolExecutor(workers, context, _begin, (first,)) as pool:
         data = PurePath(plans[0].recipe.data.removeprefix("imagefolder:")).name
         label = f"{data} {plans[0].recipe.network}, {options.processes} processes"
         try:
@@ -94,12 +96,12 @@ def _exists(folder: Path) -> bool:
 _images = contextlib.ExitStack()  # of a process
 
 
-def _begin() -> None:
+def _begin(first: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; checkpoints are intact
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
-    _images.enter_context(kept_images())  # all runs of this process load them once
+    _images.enter_context(kept_images()).first = first  # all runs of this process load them once
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

@@ -21,7 +21,7 @@ try:
 except ImportError:  # not on Windows
     fcntl = None  # type: ignore[assignment]
 
-from isda.experiments.errors import InputError, RunError, reason
+from isda.experiments.errors import InputError, RunError, RunLocked, reason
 from isda.experiments.files import sync_folder, write_bytes, write_text, writing
 from isda.experiments.metrics_lines import config_checksum, require_metrics, sealed
 from isda.experiments.networks import LoadedWeights
@@ -243,7 +243,7 @@ def locked(out: Path | str, name: str, seed: int) -> Iterator[None]:
     could lock a file that no later process sees.
 
     Raises:
-        InputError: another process is training the run; nothing has been written.
+        RunLocked: another process is training the run; nothing has been written.
     """
     require_name(name)
     folder = Path(out) / name / str(seed)
@@ -273,7 +273,7 @@ def _lock_file(folder: Path) -> IO[str]:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.close()
-            raise InputError(f"{folder} is being trained by another process") from error
+            raise RunLocked(f"{folder} is being trained by another process") from error
         except OSError:  # a file system without locks
             return file
         with contextlib.suppress(FileNotFoundError):
