@@ -62,16 +62,24 @@ results: $(VENV)/installed
 		--costs results/benchmarks/cost_cifar100_h200.csv results/benchmarks/cost_imagenet_h200.csv \
 		--update README.md docs/index.md docs/results.md docs/choosing.md
 
-# torch.compile needs torch 2.9; tests/test_versions.py tests what happens below
+# the oldest torch that is supported, and the oldest whose torch.compile is
 OLDEST := torch==2.6.0
-test-oldest:
+OLDEST_COMPILED := torch==2.9.0
+LIBRARY_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
+	versions functional covariance loss attach pairing surface multilabel properties))
+COMPILED_TESTS := $(addprefix tests/test_,$(addsuffix .py,compile distributed sharded))
+
+define test_with  # torch and tests
 	$(PYTHON) -m venv --clear build/oldest
-	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check '$(OLDEST)' numpy \
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check '$(1)' numpy \
 		pytest hypothesis
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
-	build/oldest/bin/python -m pytest -q -p no:cacheprovider tests/test_versions.py \
-		tests/test_functional.py tests/test_covariance.py tests/test_loss.py tests/test_attach.py \
-		tests/test_surface.py tests/test_multilabel.py tests/test_properties.py
+	build/oldest/bin/python -m pytest -q -p no:cacheprovider $(2)
+endef
+
+test-oldest:
+	$(call test_with,$(OLDEST),$(LIBRARY_TESTS))
+	$(call test_with,$(OLDEST_COMPILED),$(LIBRARY_TESTS) $(COMPILED_TESTS))
 
 package: $(VENV)/installed
 	rm -rf dist

@@ -160,7 +160,8 @@ class AttachedLoss(nn.Module):
         """
         index = options.get("covariance_index")
         tensors = isinstance(logits, Tensor) and isinstance(target, Tensor)
-        if not tensors or not logits.is_floating_point() or not isinstance(index, Tensor | None):
+        named = index is None or isinstance(index, Tensor)
+        if not tensors or not logits.is_floating_point() or not named:
             self._refuse()
             raise _argument_error(logits, target, index)
         features, training = [], self.training

@@ -23,7 +23,7 @@ class Resizing(NamedTuple):
     mode: str
     align_corners: bool | None
 
-    def __call__(self, tensor: Tensor, size: torch.Size) -> Tensor:
+    def resize(self, tensor: Tensor, size: torch.Size) -> Tensor:
         return F.interpolate(tensor, tuple(size), mode=self.mode, align_corners=self.align_corners)
 
 
@@ -99,7 +99,7 @@ def pair_rows(
         if found is None:
             found, resizing = _find_resizing(maps, logits, weight, bias)
         positions = torch.Size((batch, *logits.shape[2:]))
-        features = flatten(found(maps, logits.shape[2:]))
+        features = flatten(found.resize(maps, logits.shape[2:]))
         logits, classes_last = flatten(logits), False
     else:
         raise ValueError(_shape_message(features, logits, num_classes, channels_last=channels_last))
@@ -214,12 +214,14 @@ def _find_resizing(
     candidates += [Resizing(mode, None) for mode in ("nearest", "nearest-exact")]
     size = logits.shape[2:]
     outputs = _linear(maps.movedim(1, -1), weight, bias).movedim(-1, 1)
-    errors = torch.stack([(each(outputs, size) - logits).square().mean() for each in candidates])
+    errors = torch.stack(
+        [(each.resize(outputs, size) - logits).square().mean() for each in candidates]
+    )
     found = candidates[int(errors.argmin())]
-    resized = found(maps, size)
+    resized = found.resize(maps, size)
     limit = 4 * errors.min() + 1e-8 * logits.square().mean()
     unique = all(
-        torch.allclose(each(maps, size), resized, atol=1e-5)
+        torch.allclose(each.resize(maps, size), resized, atol=1e-5)
         for each, fits in zip(candidates, (errors <= limit).tolist(), strict=True)
         if fits
     )
