@@ -183,13 +183,16 @@ def test_labels_are_those_of_what_was_trained(tmp_path):
         (f"{CE}+method=focal", {"method": "focal"}),
         (f"{FIRST}-dropout", {}),
         (f"{FIRST}-dropout_isda", {}),
+        (f"{FIRST}-infogan", {}),
+        (f"{FIRST}-wgan", {}),
         (f"{FIRST}-identity_isda", {"start": f"{FIRST}-isda", "covariance": "identity"}),
     ):
         make_run(tmp_path, name, 0, 3.0 + len(name) / 10, **changes)
     runs = load_runs(tmp_path)
     labels = {name: create_side(runs, name).label for name in {run.name for run in runs}}
     assert [*sorted(labels.values())] == [
-        "Cross entropy", "Dropout", "Dropout + ISDA", "Focal loss", "ISDA with identity matrix"
+        "Cross entropy", "Dropout", "Dropout + ISDA", "Focal loss", "ISDA with identity matrix",
+        "WGAN", "infoGAN",
     ]  # fmt: skip
     result = comparison(runs, f"{FIRST}-dropout", f"{FIRST}-dropout_isda")
     assert sentence(result).startswith("Dropout + ISDA raises the test error of Dropout by 0.50")
@@ -617,6 +620,20 @@ def test_losses_block(records):
     assert "no records" in BLOCKS["losses"](
         [run for run in load_runs(records) if "focal" not in run.name], ""
     )
+
+
+def test_losses_block_with_two_baselines(tmp_path):
+    """A method with dropout is in the table of dropout, not in that of plain cross entropy."""
+    for method in ("ce", "focal", "dropout", "dropout_isda"):
+        make_run(tmp_path, f"{FIRST}-{method}", 0, 6.0)
+    dropout = get_recipe(f"{FIRST}-dropout")
+    changed = dataclasses.asdict(dataclasses.replace(dropout, method="lq"))
+    make_run(tmp_path, f"{FIRST}-dropout+method=lq", 0, 6.0, **changed)
+    text = BLOCKS["losses"](load_runs(tmp_path), "")
+    tables = [part.splitlines() for part in text.split("\n\n")]
+    assert [tables[0], tables[2]] == [["CIFAR-10, ResNet-110:"], ["CIFAR-10, ResNet-110, Dropout:"]]
+    losses = [[row.split("|")[1].strip() for row in table[2:]] for table in tables[1::2]]
+    assert losses == [["Focal loss"], ["Dropout + ISDA, λ₀ = 0.5", "Lq loss"]]
 
 
 def test_report_equals_the_raw_records(records):
