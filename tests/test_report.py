@@ -521,6 +521,19 @@ def test_recipes_block(out):
         recipes_block(load_runs(out), "cifar")
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_no_block_is_updated_with_fewer_seeds(block, out, tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"<!-- runs:digits:{block} -->\n<!-- /runs -->\n")
+    assert update_markdown(path, load_runs(out))
+    before = path.read_text()
+    metrics = out / ISDA / "1" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"epoch": 5', '"epoch": 1'))
+    with pytest.raises(InputError, match=r"1/metrics.jsonl is damaged: line 6"):
+        update_markdown(path, load_runs(out))
+    assert path.read_text() == before
+
+
 def test_update_markdown(out, tmp_path):
     path = tmp_path / "README.md"
     block = "<!-- runs:{} -->\n{}<!-- /runs -->\n"

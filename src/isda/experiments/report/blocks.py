@@ -84,6 +84,9 @@ def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -
         return f"\n{cost_block(costs)}\n"
     if kind not in BLOCKS:
         raise unknown("block", kind, [*BLOCKS, "cost"])
+    _, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
+    if left_out:  # a table must not lose seeds silently
+        raise InputError("; ".join(left_out.values()))
     return f"\n{BLOCKS[kind](runs, prefix)}\n"
 
 
