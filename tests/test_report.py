@@ -164,7 +164,9 @@ def test_one_seed_and_unpaired_seeds(tmp_path):
     make_run(tmp_path, ISDA, 2, 9.1)
     sides = [list(raw_errors(tmp_path, name).values()) for name in (CE, ISDA)]
     interval = scipy.stats.ttest_ind(*sides, equal_var=False).confidence_interval(0.95)
-    words = sentence(comparison(load_runs(tmp_path), CE, ISDA))
+    result = comparison(load_runs(tmp_path), CE, ISDA)
+    assert result.seeds == "2 / 2"
+    words = sentence(result)
     ends = f"{-interval.high:.2f} to {-interval.low:.2f}".replace("-", "−")
     assert f"(95 % interval of the difference {ends}, 2 and 2 seeds)" in words
 
@@ -207,6 +209,34 @@ def test_titles_of_pretrained_networks(freeze, kind):
     side = Side(f"birds-timm_resnet18_pretrained{'_frozen' * freeze}-isda+image_size=128", recipe,
                 {}, {}, 0)  # fmt: skip
     assert side.training() == f"birds, timm:resnet18, {kind}, 128 pixels"
+
+
+def test_isda_without_strength_does_not_replace_cross_entropy(tmp_path):
+    for name, lambda_0, error in ((CE, 0.0, 9.0), (f"{ISDA}+lambda_0=0.0", 0.0, 8.0),
+                                  (ISDA, 0.5, 7.0), (f"{ISDA}+lambda_0=1.0", 1.0, 6.0)):  # fmt: skip
+        make_run(tmp_path, name, 0, error, lambda_0=lambda_0)
+    ((_, sides),) = strengths(load_runs(tmp_path))
+    assert [round(side.error.mean) for side in sides.values()] == [9, 7, 6]
+    assert list(sides) == [0.0, 0.5, 1.0]
+    assert not strengths([run for run in load_runs(tmp_path) if "1.0" not in run.name])
+
+
+def test_records_without_likelihood(tmp_path, capsys):
+    """As earlier versions wrote them: blocks have dashes, and nothing is drawn."""
+    for seed in range(2):
+        for name, lambda_0 in ((CE, 0.0), (ISDA, 0.5), (f"{ISDA}+lambda_0=1.0", 1.0)):
+            make_run(tmp_path / "runs", name, seed, 9.0 - lambda_0, lambda_0=lambda_0)
+        for method in ("ce", "isda", "focal"):
+            make_run(tmp_path / "runs", f"{FIRST}-{method}", seed, 6.0 + seed)
+    for path in tmp_path.rglob("metrics.jsonl"):
+        strip_checks(path)
+        path.write_text(re.sub('"test_(loss|ece)": [^,]*, ', "", path.read_text()))
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- runs:all:{name} -->\n<!-- /runs -->\n" for name in BLOCKS))
+    drawn = tmp_path / "figures"
+    main(["--runs", str(tmp_path / "runs"), "--update", str(page), "--figures", str(drawn)])
+    assert re.search(r"\| 1 \| 8\.\d\d ± 0\.\d\d \| – \| – \| −1\.\d\d ", page.read_text())
+    assert {file.name for file in drawn.iterdir()} == {"lambda_0-dark.svg", "lambda_0-light.svg"}
 
 
 def test_other_covariances_are_another_curve_of_lambda_0(tmp_path):

@@ -73,8 +73,9 @@ class Comparison:
 
     @property
     def seeds(self) -> str:
-        """Number of seeds; that of baseline and method if they differ, such as ``3 / 5``."""
-        return " / ".join(dict.fromkeys(map(str, self.difference.counts)))
+        """Number of pairs, or of the seeds of baseline and method, such as ``3 / 3``."""
+        counts = self.difference.counts
+        return " / ".join(map(str, counts[:1] if self.difference.paired else counts))
 
     def change(self, quantity: Quantity) -> Difference | None:
         """The method minus the baseline; None if a side did not record the quantity."""
@@ -145,7 +146,7 @@ def strengths(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[flo
         same = replace(side.recipe, lambda_0=0.0, channels_last=False, compile=False)
         if side.recipe.method == "ce":
             baselines.setdefault(same, side)
-        elif side.recipe.method == "isda":
+        elif side.recipe.lambda_0 > 0:
             groups.setdefault(same, {}).setdefault(side.recipe.lambda_0, side)
     found = []
     for same, group in groups.items():
@@ -288,7 +289,8 @@ def comparison_rows(result: Comparison) -> list[list[str]]:
         ]
         if all(sizes):
             most = [max(side) for side in sizes]
-            rows.append([title, *(f"{size:.2f}" for size in most), f"{most[1] - most[0]:+.2f}"])
+            change = signed(float(most[1] - most[0]))
+            rows.append([title, *(f"{size:.2f}" for size in most), change])
     return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
 
 

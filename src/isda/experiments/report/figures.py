@@ -80,9 +80,16 @@ def _shown(runs: Sequence[Run]) -> dict[str, Sequence[Any]]:
     """What the figures show, by name; without those that have nothing to show."""
     # trainings of the paper with an interval, those with the most seeds first
     own = [r for r in comparisons(runs) if r.difference.interval and r.method.name in PUBLISHED]
+    own = list(filter(_has_all, own))
     effect = sorted(own, key=lambda one: -min(one.difference.counts))[:_MOST_TRAININGS]
-    groups: list[Sequence[Any]] = [effect, strengths(runs), data_sizes(runs)]
+    sizes = [one for one in data_sizes(runs) if all(map(_has_all, one[1].values()))]
+    groups: list[Sequence[Any]] = [effect, strengths(runs), sizes]
     return {name: found for name, found in zip(_FIGURES, groups, strict=True) if found}
+
+
+def _has_all(result: Comparison) -> bool:
+    """Whether both sides have recorded all quantities."""
+    return all(result.change(quantity) is not None for quantity in QUANTITIES)
 
 
 def _describe_effect(results: Sequence[Comparison]) -> str:
