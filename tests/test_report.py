@@ -17,11 +17,12 @@ import scipy.stats
 
 from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError
-from isda.experiments.published import COST
+from isda.experiments.published import COST, cell_recipes
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.records import Run, load_runs
 from isda.experiments.report.blocks import BLOCKS, recipes_block, update_markdown
 from isda.experiments.report.comparison import (
+    advice,
     comparison,
     comparison_table,
     sentence,
@@ -169,6 +170,11 @@ def test_one_seed_and_unpaired_seeds(tmp_path):
     words = sentence(result)
     ends = f"{-interval.high:.2f} to {-interval.low:.2f}".replace("-", "−")
     assert f"(95 % interval of the difference {ends}, 2 and 2 seeds)" in words
+    make_run(tmp_path, CE, 3, 8.0)
+    make_run(tmp_path, ISDA, 4, 11.0)
+    answer, reason = advice(comparison(load_runs(tmp_path), CE, ISDA))
+    assert answer == "Not clear from these seeds"
+    assert "different seeds" in reason
 
 
 def test_a_seed_without_a_partner_is_left_out_and_named(out):
@@ -212,9 +218,9 @@ def test_titles_of_pretrained_networks(freeze, kind):
 
 
 def test_isda_without_strength_does_not_replace_cross_entropy(tmp_path):
-    for name, lambda_0, error in ((CE, 0.0, 9.0), (f"{ISDA}+lambda_0=0.0", 0.0, 8.0),
-                                  (ISDA, 0.5, 7.0), (f"{ISDA}+lambda_0=1.0", 1.0, 6.0)):  # fmt: skip
-        make_run(tmp_path, name, 0, error, lambda_0=lambda_0)
+    make_run(tmp_path, CE, 0, 9.0)
+    for lambda_0, error in ((0.0, 8.0), (0.5, 7.0), (1.0, 6.0)):
+        make_run(tmp_path, f"{ISDA}+lambda_0={lambda_0}", 0, error, lambda_0=lambda_0)
     ((_, sides),) = strengths(load_runs(tmp_path))
     assert [round(side.error.mean) for side in sides.values()] == [9, 7, 6]
     assert list(sides) == [0.0, 0.5, 1.0]
@@ -465,6 +471,19 @@ def test_curves_are_means_over_seeds(tmp_path):
     assert len(lines[0]) == epochs
     np.testing.assert_allclose(lines[0], lines[1], atol=1e-5)  # the file has 6 decimals
     assert (np.diff(lines[0][:, 1]) < 0).all()  # the y axis of SVG points down
+
+
+def test_all_lines_of_a_figure_of_the_paper_look_different(tmp_path):
+    recipes = cell_recipes(4, "cifar10/resnet110")
+    for name in recipes:
+        make_run(tmp_path / "runs", name, 0, 6.0)
+    page = tmp_path / "report.html"
+    write_report_page(page, load_runs(tmp_path / "runs"))
+    figure = page.read_text(encoding="utf-8").partition("ResNet-110 on CIFAR-10 (Appendix D)")[2]
+    svg = figure[: figure.index("</svg>")]
+    paths = re.findall(r'<path d="([^"]*)"[^>]*style="(fill: none;[^"]*width: 1\.6[^"]*)"', svg)
+    styles = [style for d, style in paths if d.count("L") > 2]  # not those of the legend
+    assert len(styles) == len({*styles}) == len(recipes)
 
 
 def test_records_without_checksums_are_unverified(out, tmp_path):

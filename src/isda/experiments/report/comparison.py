@@ -251,9 +251,18 @@ def advice(result: Comparison) -> tuple[str, str]:
     if change.interval is None:
         return "Too early to say", f"One seed cannot tell a difference from chance: {more}."
     if change.constant:
-        return "Too early to say", f"All seeds agree, which is chance in so few images: {more}."
+        return (
+            "Too early to say",
+            f"With so few test images, all seeds can agree by chance: {more}.",
+        )
+    if not change.paired:
+        return (
+            "Not clear from these seeds",
+            "The two sides have different seeds, and the same seeds show smaller differences: "
+            f"{more}.",
+        )
     needed = seeds_needed(change)
-    if not change.paired or needed is None:
+    if needed is None:
         return (
             "Not clear from these seeds",
             f"A difference of this size needs many seeds to be shown: {more}.",
@@ -289,8 +298,8 @@ def comparison_rows(result: Comparison) -> list[list[str]]:
         ]
         if all(sizes):
             most = [max(side) for side in sizes]
-            change = signed(float(most[1] - most[0]))
-            rows.append([title, *(f"{size:.2f}" for size in most), change])
+            added = signed(float(most[1] - most[0]))
+            rows.append([title, *(f"{size:.2f}" for size in most), added])
     return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
 
 
