@@ -25,7 +25,7 @@ from isda.experiments.report.comparison import (
     data_sizes,
     strengths,
 )
-from isda.experiments.report.intervals import Difference, Estimate, difference
+from isda.experiments.report.intervals import Difference, Estimate, difference, signed
 from isda.experiments.report.sides import QUANTITIES, Quantity, Side
 
 __all__ = ["write_figures"]
@@ -101,11 +101,15 @@ def _describe_effect(results: Sequence[Comparison]) -> str:
 
 
 def _describe_strengths(groups: _Strengths) -> str:
-    return " ".join(
-        f"{title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %."
-        for title, sides in groups
-        for lambda_0, side in sides.items()
-    )
+    parts = []
+    for title, sides in groups:
+        base = sides.get(0.0)
+        for lambda_0, side in sides.items():
+            text = f"{title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %"
+            if base and lambda_0 > 0:
+                text += f", minus cross entropy {signed(difference(base.errors, side.errors))}"
+            parts.append(f"{text}.")
+    return " ".join(parts)
 
 
 def _describe_data_sizes(groups: _DataSizes) -> str:
