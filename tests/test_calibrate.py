@@ -166,7 +166,8 @@ def test_block_of_a_page(runs: Path) -> None:
     assert len(rows) == 5
     found = [load_calibration(run) for run in load_runs(runs) if run.recipe.method == "ce"]
     mean = sum(one.scaled_loss for one in found if one) / 2
-    assert rows[2].startswith("| digits-resnet8, 500 held out | Cross entropy | ")
+    training = "digits, ResNet-8, 2 epochs, batches of 128, 40 images per class"
+    assert rows[2].startswith(f"| {training}, 500 images held out | Cross entropy | ")
     assert rows[2].split(" | ")[6].startswith(f"{mean:.3f} ± ")
     assert "no records" in BLOCKS["calibration"]([], "")
 

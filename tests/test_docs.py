@@ -371,14 +371,38 @@ def test_interval_of_a_mean() -> None:
     assert estimate([1.0]).interval is None
 
 
+def test_curve_of_lambda_0_describes_what_it_draws(records, tmp_path: Path) -> None:
+    """The difference from cross entropy, with the paired interval of scipy."""
+    from scipy import stats
+
+    changes = "+epochs=25+batch_size=10+{}drop_rate=0.3+images_per_class=10"
+    methods = ("ce" + changes.format(""), "isda" + changes.format("lambda_0=1.0+"))
+    errors = [naive_values(f"digits-resnet8-{method}", "test_error", 6) for method in methods]
+    interval = stats.ttest_rel(errors[1], errors[0]).confidence_interval(0.95)
+    change = (sum(errors[1]) - sum(errors[0])) / len(errors[0])
+    text = f"{change:+.2f} ({interval.low:+.2f} to {interval.high:+.2f})".replace("-", "−")
+    write_figures(tmp_path, records)
+    found = re.findall(
+        "digits, [^.]* dropout 0.3, 10 images per class, λ₀ = 1: [^%]*%, minus cross entropy "
+        rf"{re.escape(text)}\.",
+        (tmp_path / "lambda_0-dark.svg").read_text(),
+    )
+    assert len(found) == 1
+
+
 def naive_mean(name: str, key: str, last: int) -> float:
     """Mean over all seeds of a recipe of the mean of the last epochs, from the files alone."""
+    values = naive_values(name, key, last)
+    return sum(values) / len(values)
+
+
+def naive_values(name: str, key: str, last: int) -> list[float]:
     values = []
     for path in sorted((ROOT / "results" / name).glob("*/metrics.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         values.append(sum(line[key] for line in lines[-last:]) / last)
     assert values
-    return sum(values) / len(values)
+    return values
 
 
 def row_of(table: str, title: str) -> list[str]:

@@ -255,6 +255,16 @@ def test_changed_images(compared: Path) -> None:
         assert one.before == one.target != one.after
 
 
+def test_seeds_of_an_image_are_those_of_both_sides(compared: Path) -> None:
+    """Seeds 0, 1, 2 and 0, 1, 5: an image changed in some of the two that both have."""
+    shutil.rmtree(compared / ISDA / "2")
+    with_predictions(compared, ISDA, 5, random_predictions(15))
+    page = compared / "page.html"
+    result = comparison(load_runs(compared), CE, ISDA)
+    write_comparison_page(page, result, pictures=lambda _, own: dict.fromkeys(own, b""))
+    assert {*re.findall(r"<small>\d of (\d) seeds", page.read_text())} == {"2"}
+
+
 def test_names_are_escaped_on_the_page(compared: Path) -> None:
     page = compared / "page.html"
     picture = b"\x89PNG"

@@ -17,11 +17,12 @@ import scipy.stats
 
 from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError
-from isda.experiments.published import COST
+from isda.experiments.published import COST, cell_recipes
 from isda.experiments.recipes import RECIPES, get_recipe
 from isda.experiments.records import Run, load_runs
 from isda.experiments.report.blocks import BLOCKS, recipes_block, update_markdown
 from isda.experiments.report.comparison import (
+    advice,
     comparison,
     comparison_table,
     sentence,
@@ -164,9 +165,16 @@ def test_one_seed_and_unpaired_seeds(tmp_path):
     make_run(tmp_path, ISDA, 2, 9.1)
     sides = [list(raw_errors(tmp_path, name).values()) for name in (CE, ISDA)]
     interval = scipy.stats.ttest_ind(*sides, equal_var=False).confidence_interval(0.95)
-    words = sentence(comparison(load_runs(tmp_path), CE, ISDA))
+    result = comparison(load_runs(tmp_path), CE, ISDA)
+    assert result.seeds == "2 / 2"
+    words = sentence(result)
     ends = f"{-interval.high:.2f} to {-interval.low:.2f}".replace("-", "−")
     assert f"(95 % interval of the difference {ends}, 2 and 2 seeds)" in words
+    make_run(tmp_path, CE, 3, 8.0)
+    make_run(tmp_path, ISDA, 4, 11.0)
+    answer, reason = advice(comparison(load_runs(tmp_path), CE, ISDA))
+    assert answer == "Not clear from these seeds"
+    assert "different seeds" in reason
 
 
 def test_a_seed_without_a_partner_is_left_out_and_named(out):
@@ -183,13 +191,16 @@ def test_labels_are_those_of_what_was_trained(tmp_path):
         (f"{CE}+method=focal", {"method": "focal"}),
         (f"{FIRST}-dropout", {}),
         (f"{FIRST}-dropout_isda", {}),
+        (f"{FIRST}-infogan", {}),
+        (f"{FIRST}-wgan", {}),
         (f"{FIRST}-identity_isda", {"start": f"{FIRST}-isda", "covariance": "identity"}),
     ):
         make_run(tmp_path, name, 0, 3.0 + len(name) / 10, **changes)
     runs = load_runs(tmp_path)
     labels = {name: create_side(runs, name).label for name in {run.name for run in runs}}
     assert [*sorted(labels.values())] == [
-        "Cross entropy", "Dropout", "Dropout + ISDA", "Focal loss", "ISDA with identity matrix"
+        "Cross entropy", "Dropout", "Dropout + ISDA", "Focal loss", "ISDA with identity matrix",
+        "WGAN", "infoGAN",
     ]  # fmt: skip
     result = comparison(runs, f"{FIRST}-dropout", f"{FIRST}-dropout_isda")
     assert sentence(result).startswith("Dropout + ISDA raises the test error of Dropout by 0.50")
@@ -204,6 +215,34 @@ def test_titles_of_pretrained_networks(freeze, kind):
     side = Side(f"birds-timm_resnet18_pretrained{'_frozen' * freeze}-isda+image_size=128", recipe,
                 {}, {}, 0)  # fmt: skip
     assert side.training() == f"birds, timm:resnet18, {kind}, 128 pixels"
+
+
+def test_isda_without_strength_does_not_replace_cross_entropy(tmp_path):
+    make_run(tmp_path, CE, 0, 9.0)
+    for lambda_0, error in ((0.0, 8.0), (0.5, 7.0), (1.0, 6.0)):
+        make_run(tmp_path, f"{ISDA}+lambda_0={lambda_0}", 0, error, lambda_0=lambda_0)
+    ((_, sides),) = strengths(load_runs(tmp_path))
+    assert [round(side.error.mean) for side in sides.values()] == [9, 7, 6]
+    assert list(sides) == [0.0, 0.5, 1.0]
+    assert not strengths([run for run in load_runs(tmp_path) if "1.0" not in run.name])
+
+
+def test_records_without_likelihood(tmp_path, capsys):
+    """As earlier versions wrote them: blocks have dashes, and nothing is drawn."""
+    for seed in range(2):
+        for name, lambda_0 in ((CE, 0.0), (ISDA, 0.5), (f"{ISDA}+lambda_0=1.0", 1.0)):
+            make_run(tmp_path / "runs", name, seed, 9.0 - lambda_0, lambda_0=lambda_0)
+        for method in ("ce", "isda", "focal"):
+            make_run(tmp_path / "runs", f"{FIRST}-{method}", seed, 6.0 + seed)
+    for path in tmp_path.rglob("metrics.jsonl"):
+        strip_checks(path)
+        path.write_text(re.sub('"test_(loss|ece)": [^,]*, ', "", path.read_text()))
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- runs:all:{name} -->\n<!-- /runs -->\n" for name in BLOCKS))
+    drawn = tmp_path / "figures"
+    main(["--runs", str(tmp_path / "runs"), "--update", str(page), "--figures", str(drawn)])
+    assert re.search(r"\| 1 \| 8\.\d\d ± 0\.\d\d \| – \| – \| −1\.\d\d ", page.read_text())
+    assert {file.name for file in drawn.iterdir()} == {"lambda_0-dark.svg", "lambda_0-light.svg"}
 
 
 def test_other_covariances_are_another_curve_of_lambda_0(tmp_path):
@@ -434,6 +473,19 @@ def test_curves_are_means_over_seeds(tmp_path):
     assert (np.diff(lines[0][:, 1]) < 0).all()  # the y axis of SVG points down
 
 
+def test_all_lines_of_a_figure_of_the_paper_look_different(tmp_path):
+    recipes = cell_recipes(4, "cifar10/resnet110")
+    for name in recipes:
+        make_run(tmp_path / "runs", name, 0, 6.0)
+    page = tmp_path / "report.html"
+    write_report_page(page, load_runs(tmp_path / "runs"))
+    figure = page.read_text(encoding="utf-8").partition("ResNet-110 on CIFAR-10 (Appendix D)")[2]
+    svg = figure[: figure.index("</svg>")]
+    paths = re.findall(r'<path d="([^"]*)"[^>]*style="(fill: none;[^"]*width: 1\.6[^"]*)"', svg)
+    styles = [style for d, style in paths if d.count("L") > 2]  # not those of the legend
+    assert len(styles) == len({*styles}) == len(recipes)
+
+
 def test_records_without_checksums_are_unverified(out, tmp_path):
     text = report_markdown(load_runs(out))
     assert "unverified" not in text
@@ -516,6 +568,19 @@ def test_recipes_block(out):
     assert cells == [f"`{ISDA}`", "–", "–", *expected_numbers(out), "3"]
     with pytest.raises(InputError, match="no records of an ISDA recipe cifar"):
         recipes_block(load_runs(out), "cifar")
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_no_block_is_updated_with_fewer_seeds(block, out, tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"<!-- runs:digits:{block} -->\n<!-- /runs -->\n")
+    assert update_markdown(path, load_runs(out))
+    before = path.read_text()
+    metrics = out / ISDA / "1" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"epoch": 5', '"epoch": 1'))
+    with pytest.raises(InputError, match=r"1/metrics.jsonl is damaged: line 6"):
+        update_markdown(path, load_runs(out))
+    assert path.read_text() == before
 
 
 def test_update_markdown(out, tmp_path):
@@ -617,6 +682,20 @@ def test_losses_block(records):
     assert "no records" in BLOCKS["losses"](
         [run for run in load_runs(records) if "focal" not in run.name], ""
     )
+
+
+def test_losses_block_with_two_baselines(tmp_path):
+    """A method with dropout is in the table of dropout, not in that of plain cross entropy."""
+    for method in ("ce", "focal", "dropout", "dropout_isda"):
+        make_run(tmp_path, f"{FIRST}-{method}", 0, 6.0)
+    dropout = get_recipe(f"{FIRST}-dropout")
+    changed = dataclasses.asdict(dataclasses.replace(dropout, method="lq"))
+    make_run(tmp_path, f"{FIRST}-dropout+method=lq", 0, 6.0, **changed)
+    text = BLOCKS["losses"](load_runs(tmp_path), "")
+    tables = [part.splitlines() for part in text.split("\n\n")]
+    assert [tables[0], tables[2]] == [["CIFAR-10, ResNet-110:"], ["CIFAR-10, ResNet-110, Dropout:"]]
+    losses = [[row.split("|")[1].strip() for row in table[2:]] for table in tables[1::2]]
+    assert losses == [["Focal loss"], ["Dropout + ISDA, λ₀ = 0.5", "Lq loss"]]
 
 
 def test_report_equals_the_raw_records(records):

@@ -130,7 +130,8 @@ def _rows(runs: Iterable[Run], prefix: str) -> list[list[str]]:
             ([one.scaled_loss for one in own], 3),
             ([100 * one.scaled_ece for one in own], 2),
         )
-        training = f"{name.partition('+')[0].rpartition('-')[0]}, {own[0].held_out_images} held out"
+        settings = side.training(without=("hold_out",))
+        training = f"{settings}, {own[0].held_out_images} images held out"
         cells = (estimate(values).format(digits) for values, digits in columns)
         rows.append([training, label, *cells, str(len(own))])
     return rows

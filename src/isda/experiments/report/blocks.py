@@ -25,7 +25,13 @@ from isda.experiments.report.comparison import (
 )
 from isda.experiments.report.feature_tables import FeatureTable
 from isda.experiments.report.intervals import difference, signed
-from isda.experiments.report.sides import QUANTITIES, Quantity, create_sides, recipe_order
+from isda.experiments.report.sides import (
+    QUANTITIES,
+    Quantity,
+    Side,
+    create_sides,
+    recipe_order,
+)
 from isda.experiments.report.text import escape_markdown, markdown_rows
 
 __all__ = ["BLOCKS", "recipes_block", "update_markdown"]
@@ -94,6 +100,9 @@ def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -
         return f"\n{cost_block(costs)}\n"
     if kind not in BLOCKS:
         raise unknown("block", kind, [*BLOCKS, "cost", "pictures"])
+    _, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
+    if left_out:  # a table must not lose seeds silently
+        raise InputError("; ".join(left_out.values()))
     return f"\n{BLOCKS[kind](runs, prefix)}\n"
 
 
@@ -158,7 +167,7 @@ def _strengths(runs: Iterable[Run], prefix: str) -> str:
         rows = []
         baseline = sides.get(0.0)
         for lambda_0, side in sides.items():
-            cells = [side.estimate(quantity).format(quantity.digits) for quantity in QUANTITIES]
+            cells = [_cell(side, quantity) for quantity in QUANTITIES]
             change = DASH
             if baseline is not None and lambda_0 > 0:
                 change = signed(difference(baseline.errors, side.errors))
@@ -244,6 +253,13 @@ def _effect_cells(result: Comparison) -> list[str]:
         if change is not None:
             cells[-1] = f"{result.means(quantity)}: {signed(change, quantity.digits)}"
     return cells
+
+
+def _cell(side: Side, quantity: Quantity) -> str:
+    """Mean and standard deviation of a quantity, or a dash."""
+    if not side.values(quantity.value):
+        return DASH
+    return side.estimate(quantity).format(quantity.digits)
 
 
 def _name(quantity: Quantity) -> str:

@@ -73,8 +73,9 @@ class Comparison:
 
     @property
     def seeds(self) -> str:
-        """Number of seeds; that of baseline and method if they differ, such as ``3 / 5``."""
-        return " / ".join(dict.fromkeys(map(str, self.difference.counts)))
+        """Number of pairs, or of the seeds of baseline and method, such as ``3 / 3``."""
+        counts = self.difference.counts
+        return " / ".join(map(str, counts[:1] if self.difference.paired else counts))
 
     def change(self, quantity: Quantity) -> Difference | None:
         """The method minus the baseline; None if a side did not record the quantity."""
@@ -145,7 +146,7 @@ def strengths(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[flo
         same = replace(side.recipe, lambda_0=0.0, channels_last=False, compile=False)
         if side.recipe.method == "ce":
             baselines.setdefault(same, side)
-        elif side.recipe.method == "isda":
+        elif side.recipe.lambda_0 > 0:
             groups.setdefault(same, {}).setdefault(side.recipe.lambda_0, side)
     found = []
     for same, group in groups.items():
@@ -250,9 +251,18 @@ def advice(result: Comparison) -> tuple[str, str]:
     if change.interval is None:
         return "Too early to say", f"One seed cannot tell a difference from chance: {more}."
     if change.constant:
-        return "Too early to say", f"All seeds agree, which is chance in so few images: {more}."
+        return (
+            "Too early to say",
+            f"With so few test images, all seeds can agree by chance: {more}.",
+        )
+    if not change.paired:
+        return (
+            "Not clear from these seeds",
+            "The two sides have different seeds, and the same seeds show smaller differences: "
+            f"{more}.",
+        )
     needed = seeds_needed(change)
-    if not change.paired or needed is None:
+    if needed is None:
         return (
             "Not clear from these seeds",
             f"A difference of this size needs many seeds to be shown: {more}.",
@@ -288,7 +298,8 @@ def comparison_rows(result: Comparison) -> list[list[str]]:
         ]
         if all(sizes):
             most = [max(side) for side in sizes]
-            rows.append([title, *(f"{size:.2f}" for size in most), f"{most[1] - most[0]:+.2f}"])
+            added = signed(float(most[1] - most[0]))
+            rows.append([title, *(f"{size:.2f}" for size in most), added])
     return [*rows, ["seeds", *(str(len(side.runs)) for side in result.sides), ""]]
 
 

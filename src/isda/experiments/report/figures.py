@@ -25,7 +25,7 @@ from isda.experiments.report.comparison import (
     data_sizes,
     strengths,
 )
-from isda.experiments.report.intervals import Difference, Estimate, difference
+from isda.experiments.report.intervals import Difference, Estimate, difference, signed
 from isda.experiments.report.sides import QUANTITIES, Quantity, Side
 
 __all__ = ["write_figures"]
@@ -80,9 +80,16 @@ def _shown(runs: Sequence[Run]) -> dict[str, Sequence[Any]]:
     """What the figures show, by name; without those that have nothing to show."""
     # trainings of the paper with an interval, those with the most seeds first
     own = [r for r in comparisons(runs) if r.difference.interval and r.method.name in PUBLISHED]
+    own = list(filter(_has_all, own))
     effect = sorted(own, key=lambda one: -min(one.difference.counts))[:_MOST_TRAININGS]
-    groups: list[Sequence[Any]] = [effect, strengths(runs), data_sizes(runs)]
+    sizes = [one for one in data_sizes(runs) if all(map(_has_all, one[1].values()))]
+    groups: list[Sequence[Any]] = [effect, strengths(runs), sizes]
     return {name: found for name, found in zip(_FIGURES, groups, strict=True) if found}
+
+
+def _has_all(result: Comparison) -> bool:
+    """Whether both sides have recorded all quantities."""
+    return all(result.change(quantity) is not None for quantity in QUANTITIES)
 
 
 def _describe_effect(results: Sequence[Comparison]) -> str:
@@ -94,11 +101,15 @@ def _describe_effect(results: Sequence[Comparison]) -> str:
 
 
 def _describe_strengths(groups: _Strengths) -> str:
-    return " ".join(
-        f"{title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %."
-        for title, sides in groups
-        for lambda_0, side in sides.items()
-    )
+    parts = []
+    for title, sides in groups:
+        base = sides.get(0.0)
+        for lambda_0, side in sides.items():
+            text = f"{title}, λ₀ = {lambda_0:g}: {_with_interval(side.error, 2)} %"
+            if base and lambda_0 > 0:
+                text += f", minus cross entropy {signed(difference(base.errors, side.errors))}"
+            parts.append(f"{text}.")
+    return " ".join(parts)
 
 
 def _describe_data_sizes(groups: _DataSizes) -> str:

@@ -110,7 +110,7 @@ def _image_parts(
     pictures: Callable[[int, list[int]], dict[int, bytes]] | None,
 ) -> dict[str, Any]:
     """Parts of the page that look at single images: classes, confusions, reliability, examples."""
-    examples = []
+    examples, shared = [], len(found.sides[0].keys() & found.sides[1].keys())
     for label, images in zip(reversed(found.labels), changed_images(found), strict=True):
         by_seed: dict[int, list[int]] = {}
         for one in images:
@@ -126,7 +126,7 @@ def _image_parts(
         "classes": class_rows(found),
         "confused": confused_rows(found),
         "examples": examples,
-        "several": len(found.sides[0]) > 1 and found.same_images,
+        "several": shared if shared > 1 and found.same_images else 0,  # seeds
         "reliability": reliability_diagram(
             found.labels, [reliability(side) for side in found.sides], result.method.name
         ),

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ def curves(
     """Plot a metric against the epoch, mean over seeds, as an SVG that scales with the page.
 
     Args:
-        sides: runs of a recipe and their colour, in the order of the legend.
+        sides: runs of a recipe and their colour, in the order of the legend. The second line of a
+            colour is dashed.
         key: name of the metric in the records.
         title: label of the axis.
         band: shade the range from the lowest to the highest seed.
@@ -56,6 +58,7 @@ def curves(
     def draw(axes: Any) -> None:
         framed: list[float] = []  # values in view: all but the first quarter of the epochs
         last = 2
+        drawn: Counter[str] = Counter()  # lines by colour
         for side, colour in sides:
             records = [run.metrics() for run in side.runs.values()]
             values = ([epoch.get(key, math.nan) for epoch in run] for run in records)
@@ -65,7 +68,9 @@ def curves(
             low, high = ([pick(seeds) for seeds in epochs] for pick in (min, max))
             if band:
                 axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(x, mean, color=colour, linewidth=1.6, label=_plain(side.label))
+            axes.plot(x, mean, "--" if drawn[colour] else "-", color=colour, linewidth=1.6,
+                      label=_plain(side.label))  # fmt: skip
+            drawn[colour] += 1
             late = slice(len(epochs) // 4, None)
             shown = low[late] + high[late] if band else mean[late]
             framed += filter(math.isfinite, shown)

@@ -5,7 +5,7 @@ The result of a run is its mean over its last epochs, see :func:`isda.experiment
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from isda.experiments.errors import InputError
 from isda.experiments.published import NAMES
@@ -13,7 +13,7 @@ from isda.experiments.recipe_checks import differing_fields
 from isda.experiments.recipes import COMPANIONS, RECIPES
 from isda.experiments.records import Run, Summary, summary
 from isda.experiments.report.intervals import Estimate, estimate
-from isda.experiments.settings import Recipe
+from isda.experiments.settings import GanName, Recipe
 
 __all__ = [
     "ERROR",
@@ -70,7 +70,8 @@ class Side:
     def label(self) -> str:
         """Display name of the method, such as ``Cutout + ISDA``."""
         method = self.name.partition("+")[0].rpartition("-")[2]
-        named = "isda" if method.endswith("isda") else "ce" if method in COMPANIONS else method
+        added = {*COMPANIONS, *get_args(GanName)}.issuperset(method.split("_"))
+        named = "isda" if method.endswith("isda") else "ce" if added else method
         if named != self.recipe.method:  # changed by a flag
             method = self.recipe.method
         if method in _LABELS:
@@ -94,11 +95,12 @@ class Side:
         else:
             network = NAMES.get(network, network.replace("resnet", "ResNet-"))
         words = [NAMES.get(data, data), network]
-        if self.recipe.method == "isda" and self.label != "ISDA":
-            words.append(self.label)
+        label = self.label
+        if self.recipe.method in ("isda", "ce") and label not in (_LABELS["isda"], _LABELS["ce"]):
+            words.append(label)
         for change in self.name.split("+")[1:]:
             field, _, value = change.partition("=")
-            if field not in ("lambda_0", *without):
+            if field not in ("lambda_0", "method", *without):
                 words.append(_SETTINGS.get(field, field.replace("_", " ") + " {}").format(value))
         return ", ".join(words)
 
@@ -226,6 +228,10 @@ _LABELS = {
     "ce": "Cross entropy",
     "isda": "ISDA",
     "autoaugment": "AutoAugment",
+    "wgan": "WGAN",
+    "cgan": "CGAN",
+    "acgan": "ACGAN",
+    "infogan": "infoGAN",
     "large_margin": "Large margin",
     "disturb_label": "Disturb label",
     "focal": "Focal loss",
