@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import isda
-from isda import ISDALoss, attach, checks
+from isda import ISDALoss, attach, checks, versions
 
 N, C, A = 3, 5, 4
 OPTIONS = {"lambda_0": 2.0, "ramp": "constant"}
@@ -367,6 +367,7 @@ def test_shapes_that_do_not_fit(shape, logits, target, message, device):
         assert torch.equal(tensor, before[name])
 
 
+@pytest.mark.skipif(not versions.COMPILES, reason="torch cannot compile the criteria")
 def test_resized_logits_in_a_compiled_criterion(device):
     """It needs one eager call, which finds out how the logits are resized."""
     head = nn.Conv2d(A, C, 1).to(device)
