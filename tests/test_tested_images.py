@@ -112,6 +112,9 @@ def test_pictures_of_a_folder_on_the_command_line(photos, capsys) -> None:
     words = ["invert", "runs/isda/3", "--start", "decoder", "--judge", "runs/ce/3", "--samples",
              "2", "--iterations", "4", "--decoder-epochs", "1", "--restarts", "1"]  # fmt: skip
     assert main([*words, "--device", "cpu"]) == 0
+    bars = capsys.readouterr().err
+    assert all(f"{label}: 100%" in bars for label in ("decoder", "step I", "step II"))
+    assert "4/4" in bars
     result = json.loads(Path("pictures/inversion.json").read_text())
     assert result["pictures"]["original"]["residual"] == 0
     assert main(["report", "--pictures", "pictures", "--page", "page.html"]) == 0
