@@ -580,6 +580,19 @@ def test_weights_that_have_changed_are_refused(kind: str, photos: Path, tmp_path
         loop.train([plan], options.changed(resume=True), progress=False)
 
 
+def test_the_record_of_a_frozen_network_says_that_its_head_is_new(
+    photos: Path, tmp_path: Path
+) -> None:
+    weights = tmp_path / "three.safetensors"
+    save_file(model_of(RESNET, num_classes=3).state_dict(), weights)
+    for recipe, new in ((fine_tuned(photos, weights), 0), (frozen(photos, weights), 2)):
+        data = ImageStore().get(recipe, Options(device="cpu"), CPU)
+        found = Lane.create_network(recipe, data, 0).weights
+        assert found is not None
+        assert found.new == ("fc.weight", "fc.bias")[:new]
+        assert found.tensors == len(model_of(RESNET).state_dict()) - new
+
+
 def test_unreadable_images_of_a_frozen_network(photos: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(photos, tmp_path / "photos")
     (folder / "train" / "cat" / "bad.png").write_text("hello")

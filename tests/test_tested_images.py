@@ -1,6 +1,8 @@
 """Neighbours and inversion of runs on folders of images, which are prepared as test images are."""
 
 import json
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import timm
 import torch
 from PIL import Image
 from test_folder_cache import make_image
+from torch import nn
 from torchvision.transforms import v2
 
 from isda.experiments.cli import main
@@ -20,6 +23,7 @@ from isda.experiments.predictions import load_predictions
 from isda.experiments.records import Run
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.loop import Plan, train
+from isda.experiments.training.run_folder import RunFolder
 
 SIZE = 16
 CLASSES = ("cat", "dog", "owl")
@@ -120,6 +124,9 @@ def test_pictures_of_a_folder_on_the_command_line(photos, capsys) -> None:
     words = ["invert", "runs/isda/3", "--start", "decoder", "--judge", "runs/ce/3", "--samples",
              "2", "--iterations", "4", "--decoder-epochs", "1", "--restarts", "1"]  # fmt: skip
     assert main([*words, "--device", "cpu"]) == 0
+    bars = capsys.readouterr().err
+    assert all(f"{label}: 100%" in bars for label in ("decoder", "step I", "step II"))
+    assert "4/4" in bars
     result = json.loads(Path("pictures/inversion.json").read_text())
     assert result["pictures"]["original"]["residual"] == 0
     assert main(["report", "--pictures", "pictures", "--page", "page.html"]) == 0
@@ -153,6 +160,39 @@ def test_other_images_than_those_of_the_run_are_refused(photos, device) -> None:
         loaded(folder, device)
     with pytest.raises(InputError, match=r"has room for the 29 images of imagefolder:photos, 16 x"):
         loaded(folder, device, cache="off")
+
+
+def own_network(num_classes: int, width: int = 8) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)
+    )
+
+
+def test_a_network_that_has_changed_is_one_line(photos, monkeypatch, capsys) -> None:
+    module = types.ModuleType("own_networks")
+    monkeypatch.setitem(sys.modules, "own_networks", module)
+    module.small = own_network  # type: ignore[attr-defined]
+    folder = trained(replace(RECIPE, network="own_networks:small"))
+    words = ["neighbours", str(folder), "--samples", "2", "--device", "cpu"]
+    assert main(words) == 0
+    capsys.readouterr()
+    module.small = lambda num_classes: own_network(num_classes, 9)  # type: ignore[attr-defined]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    expected = f"{folder}: the checkpoint does not fit own_networks:small: Error(s) in loading "
+    assert line.startswith(f"isda: {expected}")
+    assert "size mismatch for model.0.weight" in line
+
+
+def test_a_checkpoint_with_damaged_statistics_is_one_line(photos, device) -> None:
+    folder = trained(RECIPE)
+    run = RunFolder(folder)
+    state = run.load()
+    assert state is not None
+    state["criterion"]["estimator.covariance"].fill_(torch.nan)
+    run.save(state)
+    with pytest.raises(InputError, match=r"^runs/isda/3: .*covariance must be finite"):
+        loaded(folder, device)
 
 
 def test_large_images_are_reduced_in_a_grid(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
 def reason(error: Exception) -> str:
     """What an error says in one line, without the name of a file, which is given before it."""
     words = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
-    return str(words).splitlines()[0]
+    first, *rest = str(words).splitlines()
+    return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first  # a heading
 
 
 @contextlib.contextmanager

@@ -94,6 +94,7 @@ def show_inversion(
             epochs=settings.decoder_epochs,
             seed=seed,
             with_generator=not trained,
+            progress=True,
         )
         latent = decoder(features, data.train_target[chosen])
         one_pass = _images(generator, latent, classes)
@@ -170,7 +171,9 @@ def _reconstruct(
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
     )
-    losses = search.run(settings.iterations, settings.learning_rates[0], capture=capture)
+    losses = search.run(
+        settings.iterations, settings.learning_rates[0], capture=capture, label="step I"
+    )
     best = losses.view(samples, restarts).min(1)
     found = search.latent.detach().view(samples, restarts, noise)
     rows = torch.arange(samples, device=found.device)
@@ -202,7 +205,7 @@ def _augment(
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
     )
-    search.run(settings.iterations, settings.learning_rates[1], capture=capture)
+    search.run(settings.iterations, settings.learning_rates[1], capture=capture, label="step II")
     found = _images(generator, normalized(search.latent.detach()), repeated)
     return found.unflatten(0, (samples, number))
 

@@ -17,6 +17,7 @@ from isda.experiments.generators.gan_step import to_unit
 from isda.experiments.generators.latent_search import normalized, with_codes
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
+from isda.experiments.training.progress import show_epochs
 
 __all__ = ["LatentDecoder", "create_generator", "train_decoder"]
 
@@ -60,6 +61,7 @@ def train_decoder(
     epochs: int,
     seed: int = 0,
     with_generator: bool = False,
+    progress: bool = False,
 ) -> LatentDecoder:
     """Train on the training images with ``‖f(G(z)) - a‖² + eta ‖G(z) - x‖²``, as in step I.
 
@@ -70,6 +72,7 @@ def train_decoder(
         epochs: passes over the training images.
         seed: seed of weights and order.
         with_generator: train the generator, too.
+        progress: show a progress bar.
     """
     data, device = classifier.data, classifier.device
     with torch.random.fork_rng(devices=[]):
@@ -83,7 +86,7 @@ def train_decoder(
         parameters += generator.train().requires_grad_(True).parameters()
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
     key = counter_rng.key(seed, device=device)
-    for epoch in range(epochs):
+    for epoch in show_epochs(0, epochs, "decoder", show=progress):
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (1 - epoch / epochs)
         order = counter_rng.permutation(len(features), counter_rng.fold(key, epoch))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from isda.experiments.errors import RunError
 from isda.experiments.generators.trained_generator import TrainedGenerator
+from isda.experiments.training.progress import show_progress
 from isda.experiments.training.side_by_side import CapturedSteps, graph_sizes
 
 __all__ = ["LatentSearch", "normalized", "with_codes"]
@@ -81,19 +82,29 @@ class LatentSearch:
         yield self._buffer
         yield self.losses
 
-    def run(self, iterations: int, learning_rate: float, *, capture: bool) -> Tensor:
+    def run(
+        self, iterations: int, learning_rate: float, *, capture: bool, label: str = ""
+    ) -> Tensor:
         """Run all iterations; the rate is divided by 10 after each quarter of them.
+
+        Args:
+            iterations: number of iterations.
+            learning_rate: rate of the first quarter.
+            capture: capture the iterations in CUDA graphs on a GPU.
+            label: label of a progress bar; empty: none.
 
         Returns:
             The loss of each latent at the end.
         """
         runner = CapturedSteps([self], capture=capture and self.device.type == "cuda")
         quarter = -(-iterations // 4)
-        for number in range(4):
-            self.learning_rate.fill_(learning_rate / 10**number)
-            left = min(quarter, iterations - number * quarter)
-            for times in graph_sizes(max(0, left)):
-                runner.run(LatentSearch.step, times=times)
+        with show_progress(iterations, label, "iteration", show=bool(label)) as bar:
+            for number in range(4):
+                self.learning_rate.fill_(learning_rate / 10**number)
+                left = min(quarter, iterations - number * quarter)
+                for times in graph_sizes(max(0, left)):
+                    runner.run(LatentSearch.step, times=times)
+                    bar.update(times)
         with torch.no_grad():
             losses = self._loss(normalized(self.latent))
         if not losses.isfinite().all():

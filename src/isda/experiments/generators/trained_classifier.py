@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isda import Covariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, normalize
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.generators.tested_images import load_tested_images
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network
@@ -105,12 +105,14 @@ def load_classifier(
     # the checkpoint has all weights, also those of a frozen network
     untrained = replace(recipe, pretrained=False, weights="", freeze=False)
     network = Lane.create_network(untrained, own, run.seed)
-    network.load_state_dict(state["average" if recipe.ema else "network"])
     statistics_of = None
+    with as_input_error(f"{run.folder}: the checkpoint does not fit {recipe.network}"):
+        network.load_state_dict(state["average" if recipe.ema else "network"])
     if recipe.method == "isda":
         size, classes = network.num_features, own.num_classes
         criterion = create_criterion(recipe, num_features=size, num_classes=classes)
-        criterion.load_state_dict(state["criterion"])
+        with as_input_error(f"{run.folder}: the checkpoint has no valid ISDA statistics"):
+            criterion.load_state_dict(state["criterion"])
         assert isinstance(criterion, ISDALoss)
         statistics_of = criterion
     network.to(device).eval().requires_grad_(False)

@@ -1,7 +1,7 @@
 """A linear head on the features of a frozen network."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,8 +33,13 @@ class Backbone:
             for name, value in network.state_dict().items()
             if not name.startswith(f"{head}.")
         }
-        bias = classifier.bias is not None
-        return cls(tensors, head, bias, network.num_features, network.weights)
+        bias, weights = classifier.bias is not None, network.weights
+        if weights is not None and not weights.new:  # a probe does not use the head of the file
+            new = tuple(
+                name.removeprefix("model.") for name in network.state_dict() if name not in tensors
+            )
+            weights = replace(weights, tensors=weights.tensors - len(new), new=new)
+        return cls(tensors, head, bias, network.num_features, weights)
 
     def __deepcopy__(self, _: Any) -> "Backbone":
         return self  # it never changes

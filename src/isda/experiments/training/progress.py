@@ -3,24 +3,34 @@
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
+from typing import NoReturn
 
 from tqdm import tqdm
 
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.training.training_step import Lane
 
-__all__ = ["label_of", "show_epochs"]
+__all__ = ["label_of", "show_epochs", "show_progress"]
 
 
 def show_epochs(first: int, until: int, label: str, *, show: bool) -> Iterator[int]:
-    """Epochs to train, with a progress bar; in a log file, a line every 30 seconds."""
+    """Epochs to train, with a progress bar."""
+    with show_progress(until, label, "epoch", first=first, show=show) as bar:
+        for epoch in range(first, until):
+            yield epoch
+            bar.update()
+
+
+def show_progress(
+    total: int, label: str, unit: str, *, first: int = 0, show: bool
+) -> "tqdm[NoReturn]":
+    """A progress bar; in a log file, a line every 30 seconds."""
     interactive = sys.stderr.isatty()
-    yield from tqdm(
-        range(first, until),
+    return tqdm(
         initial=first,
-        total=until,
+        total=total,
         desc=label,
-        unit="epoch",
+        unit=unit,
         disable=not show,
         mininterval=0.5 if interactive else 30,
         dynamic_ncols=interactive,
