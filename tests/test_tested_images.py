@@ -158,8 +158,13 @@ def test_other_images_than_those_of_the_run_are_refused(photos, device) -> None:
     (photos / "train" / "dog" / "x.png").unlink()
     with pytest.raises(InputError, match=r"has \[20, 9, 3\] .* was made with \[21, 9, 3\]"):
         loaded(folder, device)
-    with pytest.raises(InputError, match=r"has room for the 29 images of imagefolder:photos, 16 x"):
+    with pytest.raises(
+        InputError, match=r"^runs/isda/3: neither .* 29 images of imagefolder:photos"
+    ):
         loaded(folder, device, cache="off")
+    photos.rename("elsewhere")
+    with pytest.raises(InputError, match=r"^runs/isda/3: photos does not exist"):
+        loaded(folder, device)
 
 
 def own_network(num_classes: int, width: int = 8) -> nn.Module:

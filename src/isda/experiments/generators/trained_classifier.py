@@ -97,8 +97,8 @@ def load_classifier(
             f"{run.folder} is not finished, {state['epoch']} of {recipe.epochs} epochs: continue "
             "it with --resume"
         )
-    own = load_tested_images(Plan(run.name, recipe, run.seed), options, device)
     try:
+        own = load_tested_images(Plan(run.name, recipe, run.seed), options, device)
         require_same_images(own, recipe, state, "restore the images, or train the run again")
     except InputError as error:
         raise InputError(f"{run.folder}: {error}") from error
