@@ -83,7 +83,7 @@ def same_steps(one: Recipe, other: Recipe) -> bool:
     """Whether two recipes have the same images, network and steps."""
     fields = ("data", "hold_out", "image_size", "test_crop", "interpolation", "mean", "std",
               "epochs", "batch_size", "network", "pretrained", "weights", "freeze", "precision",
-              "images_per_class", "synthetic")  # fmt: skip
+              "channels_last", "images_per_class", "synthetic")  # fmt: skip
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 
