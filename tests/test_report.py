@@ -796,6 +796,10 @@ def test_changed_recipes_are_compared(tmp_path):
     details = (tmp_path / "report.html").read_text(encoding="utf-8").split("<summary>")[1:]
     for row, text in zip(rows, details, strict=True):
         assert f"<code>{row[1].strip()}</code>" in text
+    other = "digits, ResNet-8, batches of 16, weight decay 1e-05"
+    titles = ("CIFAR-10, ResNet-110: ISDA", f"{other}: Focal loss", f"{other}: ISDA")
+    for title, text in zip(titles, details, strict=True):
+        assert text.startswith(f"<strong>{title} vs. Cross entropy.</strong>")
     assert f"`{searched}`" in recipes_block(load_runs(tmp_path), FIRST)
 
 

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text
-from isda.experiments.published import DASH, NAMES, PUBLISHED, TABLES, cell_recipes
+from isda.experiments.published import DASH, PUBLISHED, TABLES, cell_recipes
 from isda.experiments.records import Run
 from isda.experiments.report.classes import (
     ComparedPredictions,
@@ -167,7 +167,6 @@ def write_report_page(
         figures=[_figure(*figure, found.sides) for figure in _FIGURES],
         pictures=pictures,
         curves=_curves,
-        names=NAMES,
         environments=_environments(found.sides.values()),
     )
     write_text(Path(path), text)
