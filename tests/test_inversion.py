@@ -23,7 +23,7 @@ from isda.experiments.generators.gan_quality import frechet_distance, measure_ga
 from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_step import draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_training import train_gan
-from isda.experiments.generators.inversion import show_inversion
+from isda.experiments.generators.inversion import _reconstruct, show_inversion
 from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import (
     LatentDecoder,
@@ -216,6 +216,19 @@ def test_an_image_of_the_generator_is_found_again(
     assert grid.size == (4 * 66 - 2 + 3 * 8, 3 * 66 - 2)
 
 
+def test_a_start_that_is_better_than_the_end_is_kept(classifier, generator, device) -> None:
+    starts = draw_latent(6, counter_rng.key(7, device=device), generator.settings).view(3, 2, -1)
+    classes = [4, 0, 4]
+    images = to_bytes(generator.for_classes(classes)(normalized(starts[:, 1])))
+    features = classifier.all_features(images)
+    settings = InversionSettings(iterations=1, restarts=2, learning_rates=(1e3, 1.0))
+    found, losses = _reconstruct(
+        classifier, generator, images, features, classes, starts, settings, capture=False
+    )
+    torch.testing.assert_close(found, normalized(starts[:, 1]))
+    assert losses.max() < 0.1  # the images are rounded to bytes
+
+
 def test_more_iterations_come_nearer_to_the_features(classifier, generator, tmp_path) -> None:
     def residual(iterations: int) -> float:
         settings = InversionSettings(iterations=iterations, draws=2, restarts=2)
@@ -228,7 +241,7 @@ def test_more_iterations_come_nearer_to_the_features(classifier, generator, tmp_
 def test_a_decoder_beats_random_latents_in_one_pass(classifier, generator) -> None:
     data = classifier.data
     features, target = classifier.all_features(data.test_images), data.test_target
-    decoder = train_decoder(classifier, generator, eta=0.1, epochs=3)
+    decoder = train_decoder(classifier, generator, eta=0.1, steps=36)
     assert isinstance(decoder, LatentDecoder)
     images_of = generator.for_classes(target.tolist())
 
@@ -241,16 +254,16 @@ def test_a_decoder_beats_random_latents_in_one_pass(classifier, generator) -> No
 
 
 def test_without_a_gan_the_decoder_is_its_own_generator(classifier, tmp_path) -> None:
-    settings = InversionSettings(iterations=40, draws=2, restarts=1, decoder_epochs=4,
+    settings = InversionSettings(iterations=40, draws=2, restarts=1, decoder_steps=48,
                                  start="decoder")  # fmt: skip
     result = show_inversion(classifier, None, tmp_path, settings, samples=5)
     assert result["generator"] == "trained with the decoder"
     assert result["pictures"]["reconstruction"]["residual"] < 0.5
     generator = create_generator(classifier)
     before = generator.digest
-    train_decoder(classifier, generator, eta=0.1, epochs=1)
+    train_decoder(classifier, generator, eta=0.1, steps=12)
     assert generator.digest == before  # frozen
-    train_decoder(classifier, generator, eta=0.1, epochs=1, with_generator=True)
+    train_decoder(classifier, generator, eta=0.1, steps=12, with_generator=True)
     assert generator.digest != before
     assert not any(module.training for module in generator.modules())
     with pytest.raises(InputError, match="start must be decoder without a generator"):
@@ -296,7 +309,7 @@ def test_the_chain_on_the_command_line(folder, capsys, monkeypatch) -> None:
     assert f"{quality['classifier_fid']:.3f}" in text
     assert "pictures/neighbours.png" in output("neighbours", run, "--measured", "50")
     words = ["invert", run, "--generator", gan, "--judge", "runs/isda/1", "--samples", "3",
-             "--iterations", "20", "--start", "decoder", "--decoder-epochs", "1"]  # fmt: skip
+             "--iterations", "20", "--start", "decoder", "--decoder-steps", "12"]  # fmt: skip
     text = output(*words)
     result = json.loads(Path("pictures/inversion.json").read_text())
     assert result["judge"] == "runs/isda/1"

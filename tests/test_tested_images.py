@@ -122,7 +122,7 @@ def test_pictures_of_a_folder_on_the_command_line(photos, capsys) -> None:
     assert json.loads(Path("pictures/neighbours.json").read_text())["images"] == 21
     assert Image.open("pictures/neighbours.png").size == (8 * 66 - 2 + 5 * 8, 4 * 66 - 2)
     words = ["invert", "runs/isda/3", "--start", "decoder", "--judge", "runs/ce/3", "--samples",
-             "2", "--iterations", "4", "--decoder-epochs", "1", "--restarts", "1"]  # fmt: skip
+             "2", "--iterations", "4", "--decoder-steps", "12", "--restarts", "1"]  # fmt: skip
     assert main([*words, "--device", "cpu"]) == 0
     bars = capsys.readouterr().err
     assert all(f"{label}: 100%" in bars for label in ("decoder", "step I", "step II"))

@@ -91,7 +91,7 @@ def show_inversion(
             classifier,
             generator,
             eta=settings.eta,
-            epochs=settings.decoder_epochs,
+            steps=settings.decoder_steps,
             seed=seed,
             with_generator=not trained,
             progress=True,
@@ -171,11 +171,14 @@ def _reconstruct(
         momentum=settings.momentum,
         weight_decay=settings.weight_decay,
     )
+    before = search.evaluate()
     losses = search.run(
         settings.iterations, settings.learning_rates[0], capture=capture, label="step I"
     )
-    best = losses.view(samples, restarts).min(1)
-    found = search.latent.detach().view(samples, restarts, noise)
+    # few iterations at the high learning rate may end above a good start, such as the decoder's
+    found = torch.where((losses < before)[:, None], search.latent.detach(), starts.flatten(0, 1))
+    best = torch.minimum(losses, before).view(samples, restarts).min(1)
+    found = found.view(samples, restarts, noise)
     rows = torch.arange(samples, device=found.device)
     return normalized(found[rows, best.indices]), best.values
 

@@ -20,8 +20,8 @@ class InversionSettings:
     start: str = "random"
     """Where step I starts: random, or decoder, a network from features to latents trained first."""
 
-    decoder_epochs: int = 20
-    """Epochs of this network."""
+    decoder_steps: int = 2000
+    """Training steps of this network."""
 
     eta: float = 0.1
     """Weight η of the pixels in step I; the paper does not give its value."""
@@ -39,7 +39,7 @@ class InversionSettings:
     """Weight decay of the latents."""
 
     def __post_init__(self) -> None:
-        for field in ("draws", "restarts", "iterations", "decoder_epochs"):
+        for field in ("draws", "restarts", "iterations", "decoder_steps"):
             require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
         require(self.start in ("random", "decoder"), "start", self.start, "random or decoder")
         require(self.eta >= 0, "eta", self.eta, ">= 0")

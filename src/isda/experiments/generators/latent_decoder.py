@@ -5,6 +5,8 @@ of a GAN, which is frozen, too, or a new one that is trained with the network: t
 needed. The latents are pictures on their own, and starting points of the inversion.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,7 +19,7 @@ from isda.experiments.generators.gan_step import to_unit
 from isda.experiments.generators.latent_search import normalized, with_codes
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
-from isda.experiments.training.progress import show_epochs
+from isda.experiments.training.progress import show_progress
 
 __all__ = ["LatentDecoder", "create_generator", "train_decoder"]
 
@@ -58,7 +60,7 @@ def train_decoder(
     generator: TrainedGenerator,
     *,
     eta: float,
-    epochs: int,
+    steps: int,
     seed: int = 0,
     with_generator: bool = False,
     progress: bool = False,
@@ -69,7 +71,7 @@ def train_decoder(
         classifier: where the features come from.
         generator: what makes images of latents.
         eta: weight of the pixels.
-        epochs: passes over the training images.
+        steps: number of training steps.
         seed: seed of weights and order.
         with_generator: train the generator, too.
         progress: show a progress bar.
@@ -86,11 +88,10 @@ def train_decoder(
         parameters += generator.train().requires_grad_(True).parameters()
     optimizer = torch.optim.Adam(parameters, lr=1e-3)
     key = counter_rng.key(seed, device=device)
-    for epoch in show_epochs(0, epochs, "decoder", show=progress):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * (1 - epoch / epochs)
-        order = counter_rng.permutation(len(features), counter_rng.fold(key, epoch))
-        for index in order.split(_BATCH):
+    with show_progress(steps, "decoder", "step", show=progress) as bar:
+        for step, index in enumerate(_batches(len(features), steps, key)):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * (1 - step / steps)
             label = data.train_target[index]
             latent = with_codes(decoder(features[index], label), generator)
             images = generator.for_classes(label.tolist())(latent)
@@ -101,5 +102,13 @@ def train_decoder(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            bar.update()
     generator.eval().requires_grad_(False)
     return decoder.eval().requires_grad_(False)
+
+
+def _batches(number: int, steps: int, key: Tensor) -> Iterator[Tensor]:
+    """Indices of the images of each step, in a new order in every epoch."""
+    epochs = (counter_rng.permutation(number, counter_rng.fold(key, epoch))
+              for epoch in itertools.count())  # fmt: skip
+    return itertools.islice((index for order in epochs for index in order.split(_BATCH)), steps)

@@ -72,6 +72,11 @@ class LatentSearch:
         self._optimizer.step()
         self.losses.copy_(losses.detach())
 
+    @torch.no_grad()
+    def evaluate(self) -> Tensor:
+        """The loss of each latent."""
+        return self._loss(normalized(self.latent))
+
     def zero_grad(self) -> None:
         """Free the gradient."""
         self._optimizer.zero_grad(set_to_none=True)
@@ -105,8 +110,7 @@ class LatentSearch:
                 for times in graph_sizes(max(0, left)):
                     runner.run(LatentSearch.step, times=times)
                     bar.update(times)
-        with torch.no_grad():
-            losses = self._loss(normalized(self.latent))
+        losses = self.evaluate()
         if not losses.isfinite().all():
             raise RunError(
                 f"gradient descent on the latents diverged at learning rate {learning_rate:g}: "
