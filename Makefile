@@ -60,7 +60,8 @@ $(VENV)/docs: $(VENV)/installed
 results: $(VENV)/installed
 	$(BIN)/isda report --runs results --figures docs/figures \
 		--costs results/benchmarks/cost_cifar100_h200.csv results/benchmarks/cost_imagenet_h200.csv \
-		--update README.md docs/index.md docs/results.md docs/choosing.md
+		--pictures docs/figures/neighbours_cifar10 \
+		--update README.md docs/index.md docs/results.md docs/choosing.md docs/generators.md
 
 # the oldest torch that is supported, and the oldest whose torch.compile is
 OLDEST := torch==2.6.0

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
@@ -34,6 +35,7 @@ from isda.experiments.report.comparison import (
     comparisons,
     strengths,
 )
+from isda.experiments.report.feature_tables import read_features
 from isda.experiments.report.figures import write_figures
 from isda.experiments.report.intervals import estimate
 from isda_command import COMMANDS, USAGE
@@ -259,12 +261,14 @@ def test_two_dimensions(
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", *(f"docs/{n}.md" for n in ("index", "results", "choosing"))]
+    "name", ["README.md", *(f"docs/{n}.md" for n in ("index", "results", "choosing", "generators"))]
 )
 def test_tables_are_those_of_the_records(name: str, records, tmp_path: Path) -> None:
     copy = tmp_path / "page.md"
     shutil.copy(ROOT / name, copy)
-    assert not update_markdown(copy, records, read_costs(COSTS)), "run make results"
+    os.symlink(DOCS / "figures", tmp_path / "figures")
+    pictures = read_features([tmp_path / "figures" / "neighbours_cifar10"])
+    assert not update_markdown(copy, records, read_costs(COSTS), pictures), "run make results"
 
 
 def test_stale_tables_are_found(records, tmp_path: Path) -> None:
