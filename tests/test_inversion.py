@@ -127,15 +127,30 @@ def test_nearest_against_a_loop(device) -> None:
 def test_neighbours(classifier, tmp_path: Path) -> None:
     result = show_neighbours(classifier, tmp_path, samples=4, measured=60, draws=2, eigenvectors=3)
     assert json.loads((tmp_path / "neighbours.json").read_text()) == result
-    columns, rules = 1 + 1 + 2 + 2 + 3 + 3, 5
+    columns, rules = 1 + 1 + 2 + 2 + 2 + 3 + 3, 6
     size = columns * 66 - 2 + rules * 8, 4 * 66 - 2
     assert Image.open(tmp_path / "neighbours.png").size == size
     still = result["moves"]["none"]
     assert (still["changed"], still["relative_length"]) == (0, 0)
     assert still["relative_distance"] == pytest.approx(1)
     assert result["images"] == 60
+    length, other, random, *_ = [one["relative_length"] for one in [*result["moves"].values()][1:]]
+    assert length == pytest.approx(other)
+    assert length == pytest.approx(random)
     nothing = show_neighbours(classifier, tmp_path, samples=4, measured=60, strength=0.0)
     assert all(one["changed"] == 0 for one in nothing["moves"].values())
+
+
+def test_a_control_has_the_covariance_of_another_class(classifier, tmp_path, monkeypatch) -> None:
+    drawn = []
+
+    def draw(classifier, classes, *rest):
+        drawn.append(classes)
+        return draw_moves(classifier, classes, *rest)
+
+    monkeypatch.setattr("isda.experiments.generators.neighbours.draw_moves", draw)
+    show_neighbours(classifier, tmp_path, samples=2, measured=20)
+    assert drawn == [[*range(10), *range(10)], [*range(1, 10), 0, *range(1, 10), 0]]
 
 
 def test_normalized_latents() -> None:

@@ -120,7 +120,7 @@ def test_pictures_of_a_folder_on_the_command_line(photos, capsys) -> None:
     words = ["neighbours", "runs/isda/3", "--samples", "4", "--draws", "2", "--eigenvectors", "1"]
     assert main([*words, "--device", "cpu"]) == 0
     assert json.loads(Path("pictures/neighbours.json").read_text())["images"] == 21
-    assert Image.open("pictures/neighbours.png").size == (8 * 66 - 2 + 5 * 8, 4 * 66 - 2)
+    assert Image.open("pictures/neighbours.png").size == (10 * 66 - 2 + 6 * 8, 4 * 66 - 2)
     words = ["invert", "runs/isda/3", "--start", "decoder", "--judge", "runs/ce/3", "--samples",
              "2", "--iterations", "4", "--decoder-steps", "12", "--restarts", "1"]  # fmt: skip
     assert main([*words, "--device", "cpu"]) == 0

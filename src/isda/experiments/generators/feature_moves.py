@@ -9,7 +9,14 @@ from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 
-__all__ = ["choose_samples", "draw_moves", "eigenvector_moves", "random_moves", "strength_of"]
+__all__ = [
+    "as_long_as",
+    "choose_samples",
+    "draw_moves",
+    "eigenvector_moves",
+    "random_moves",
+    "strength_of",
+]
 
 
 def strength_of(classifier: TrainedClassifier, strength: float | None) -> float:
@@ -74,5 +81,10 @@ def eigenvector_moves(
 
 def random_moves(moves: Tensor, key: Tensor) -> Tensor:
     """Moves as long as the given ones, in random directions."""
-    noise = counter_rng.normal(tuple(moves.shape), key)
-    return noise / noise.norm(dim=-1, keepdim=True) * moves.norm(dim=-1, keepdim=True)
+    return as_long_as(counter_rng.normal(tuple(moves.shape), key), moves)
+
+
+def as_long_as(moves: Tensor, others: Tensor) -> Tensor:
+    """Moves in the same directions, with the lengths of other moves."""
+    length = moves.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+    return moves / length * others.norm(dim=-1, keepdim=True)

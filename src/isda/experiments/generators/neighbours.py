@@ -11,6 +11,7 @@ from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text, writing
 from isda.experiments.generators.feature_moves import (
+    as_long_as,
     choose_samples,
     draw_moves,
     eigenvector_moves,
@@ -22,7 +23,7 @@ from isda.experiments.generators.trained_classifier import TrainedClassifier
 
 __all__ = ["nearest", "show_neighbours"]
 
-_DRAWS, _CONTROL = 1, 2  # key parts
+_DRAWS, _CONTROL, _OTHER_CLASS = 1, 2, 4  # key parts; 3 is that of a second control
 _QUERIES = 500  # at a time
 
 
@@ -40,9 +41,9 @@ def show_neighbours(
     """Write ``neighbours.png`` and ``neighbours.json`` to a folder and return what the latter has.
 
     A row of the grid is a training image; the training image nearest to its features a; those
-    nearest to a + δ for draws δ from N(0, λΣ_y); for random directions of the same lengths; along
-    the leading eigenvectors of Σ_y; and for random directions of those lengths. The image itself is
-    never its neighbour.
+    nearest to a + δ for draws δ from N(0, λΣ_y); for draws with the covariance of the next class,
+    and for random directions, both with the lengths of the first; along the leading eigenvectors of
+    Σ_y; and for random directions of those lengths. The image itself is never its neighbour.
 
     Args:
         classifier: trained classifier with ISDA statistics.
@@ -65,10 +66,13 @@ def show_neighbours(
     classes = data.train_target[chosen].tolist()
     key = counter_rng.key(seed, device=features.device)
     drawn = draw_moves(classifier, classes, draws, strength, counter_rng.fold(key, _DRAWS))
+    others = [(one + 1) % data.num_classes for one in classes]
+    foreign = draw_moves(classifier, others, draws, strength, counter_rng.fold(key, _OTHER_CLASS))
     leading = eigenvector_moves(classifier, classes, eigenvectors, strength)
     moves = {
         "none": torch.zeros_like(drawn[:, :1]),
         "draws of N(0, λΣ)": drawn,
+        "draws with Σ of another class, as long as the draws": as_long_as(foreign, drawn),
         "random directions, as long as the draws": random_moves(
             drawn, counter_rng.fold(key, _CONTROL)
         ),
