@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_folder_cache import make_image
+from photo_folders import make_image
 from test_search import Trainer
 
 from isda.experiments.cli import main

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from made_runs import CE, ISDA, make_run
 from PIL import Image
-from test_report import CE, ISDA, make_run
 
 from isda.experiments.cli import main
 from isda.experiments.data.arrays import ImageArrays, load_data

@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 import pytest
+from made_runs import make_run, raw_errors
 from PIL import Image
 from test_data import cifar_arrays
-from test_report import make_run, raw_errors
 
 import isda
 from isda.experiments import cli

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from photo_folders import make_image
 from PIL import Image
-from test_folder_cache import make_image
 from torch import nn
 from torchvision.transforms import v2
 
