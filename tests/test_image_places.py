@@ -1,4 +1,4 @@
-"""Images of a run: the same order and results wherever they are kept, on all ranks, and resumed."""
+"""Images of a run in every place: the same order and results, on all ranks, and resumed."""
 
 import io
 import itertools
