@@ -23,7 +23,7 @@ from isda.experiments.generators.trained_classifier import TrainedClassifier
 
 __all__ = ["nearest", "show_neighbours"]
 
-_DRAWS, _CONTROL, _OTHER_CLASS = 1, 2, 4  # key parts; 3 is that of a second control
+_DRAWS, _RANDOM, _RANDOM_LEADING, _OTHER_CLASS = range(1, 5)  # key parts
 _QUERIES = 500  # at a time
 
 
@@ -74,11 +74,11 @@ def show_neighbours(
         "draws of N(0, λΣ)": drawn,
         "draws with Σ of another class, as long as the draws": as_long_as(foreign, drawn),
         "random directions, as long as the draws": random_moves(
-            drawn, counter_rng.fold(key, _CONTROL)
+            drawn, counter_rng.fold(key, _RANDOM)
         ),
         "leading eigenvectors of Σ": leading,
         "random directions, as long as the eigenvectors": random_moves(
-            leading, counter_rng.fold(key, _CONTROL + 1)
+            leading, counter_rng.fold(key, _RANDOM_LEADING)
         ),
     }
     found = {
