@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import write_text
-from isda.experiments.published import DASH, PUBLISHED, TABLES, cell_recipes
+from isda.experiments.published import DASH, PUBLISHED, cell_recipes
 from isda.experiments.records import Run
 from isda.experiments.report.classes import (
     ComparedPredictions,
@@ -147,9 +147,9 @@ def write_report_page(
         costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
         pictures: records of generators and augmented features, shown at the end.
     """
-    found = Overview(runs)
+    found = Overview(runs, costs)
     sections: list[dict[str, Any]] = []
-    for table in TABLES.values():
+    for table in found.tables:
         header, *rows = pair_rows(pairs(table, found.sides), table.published)
         own = found.results[table.number]
         sections.append({"table": table, "header": header, "rows": rows, "details": own})
@@ -159,12 +159,13 @@ def write_report_page(
         overview=found.words,
         sections=sections,
         others={"header": header, "rows": rows, "details": found.others},
+        others_title=found.others_title,
         legend=legend,
         ours=lambda cell: our_result(cell, found.sides),
         costs=costs,
         costs_title=COSTS_TITLE,
         sentences=found.sentences,
-        figures=[_figure(*figure, found.sides) for figure in _FIGURES],
+        figures=[_figure(*figure, found.sides) for figure in _FIGURES if found.tables],
         pictures=pictures,
         curves=_curves,
         environments=_environments(found.sides.values()),

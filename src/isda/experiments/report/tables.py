@@ -61,13 +61,13 @@ def report_markdown(runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> str
         runs: run records.
         costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
     """
-    found = Overview(runs)
-    parts = [section(table, found.sides) for table in TABLES.values()]
+    found = Overview(runs, costs)
+    parts = [section(table, found.sides) for table in found.tables]
     if costs:
         header, *rows = costs
         parts[1:1] = [f"{COSTS_TITLE}:", markdown_rows(header, rows, left=(0, len(header) - 1))]
     if found.others:
-        parts += ["## Beyond the paper's tables", _pairs_markdown(found.others)]
+        parts += [f"## {found.others_title}", _pairs_markdown(found.others)]
     parts += ["## In words", escape_markdown(" ".join(found.words))]
     sentences = (f"{name}: {words}" for name, words in found.sentences.items())
     parts.append("\n".join("* " + escape_markdown(one) for one in sentences))
@@ -128,13 +128,16 @@ def pairs(table: Table, sides: Mapping[str, Side]) -> list[Comparison]:
 
 
 def pair_rows(
-    results: Iterable[Comparison], published: Mapping[str, Result] = PUBLISHED
+    results: Iterable[Comparison], published: Mapping[str, Result] | None = None
 ) -> list[list[str]]:
-    """Header, then one row per comparison."""
-    rows = [["recipe", "against", "paper", "ours (95 % interval)", "verdict"]]
+    """Header, then one row per comparison, with the difference in the paper if it is given."""
+    paper = ["paper"] if published is not None else []
+    rows = [["recipe", "against", *paper, "ours (95 % interval)", "verdict"]]
     rows[0] += [*(quantity.title for quantity in QUANTITIES), "seeds"]
     for result in results:
-        one, other = (published.get(side.name) for side in result.sides)
+        if published is not None:
+            one, other = (published.get(side.name) for side in result.sides)
+            paper = [signed(other.mean - one.mean) if one and other else DASH]
         recipe, *changes = result.baseline.name.split("+")
         own = [change for change in changes if change not in result.method.name.split("+")]
         verified = all(side.verified for side in result.sides)
@@ -142,7 +145,7 @@ def pair_rows(
             [
                 result.method.name,
                 "+".join([recipe.rpartition("-")[2], *own]),
-                signed(other.mean - one.mean) if one and other else DASH,
+                *paper,
                 signed(result.difference),
                 verdict(result.difference),
                 " → ".join(side.error.format() for side in result.sides),
@@ -154,7 +157,7 @@ def pair_rows(
 
 
 def _pairs_markdown(
-    results: Iterable[Comparison], published: Mapping[str, Result] = PUBLISHED
+    results: Iterable[Comparison], published: Mapping[str, Result] | None = None
 ) -> str:
     header, *rows = pair_rows(results, published)
     title = "Test error minus that of the baseline, in percentage points; baseline → method:"
@@ -166,10 +169,14 @@ class Overview:
 
     Args:
         runs: run records.
+        costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
     """
 
     sides: dict[str, Side]
     """Finished runs, by name."""
+
+    tables: list[Table]
+    """The paper's tables, or none if all runs are of other trainings, such as on own images."""
 
     results: dict[int, list[Comparison]]
     """Comparisons by number of the first table that has them."""
@@ -177,7 +184,7 @@ class Overview:
     others: list[Comparison]
     """Comparisons of other recipes, such as those with a different λ₀."""
 
-    def __init__(self, runs: Iterable[Run]) -> None:
+    def __init__(self, runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> None:
         self._runs = distinct(runs)
         self.sides, self._left_out = create_sides(self._runs)
         self.results = {}
@@ -188,6 +195,13 @@ class Overview:
             seen |= found.keys()
         in_tables = {cell.recipe for table in TABLES.values() for cell in table.cells}
         self.others = [r for r in pair_up(self.sides.values()) if r.method.name not in in_tables]
+        wanted = costs or not self._runs or in_tables & {run.name for run in self._runs}
+        self.tables = list(TABLES.values()) if wanted else []
+
+    @property
+    def others_title(self) -> str:
+        """Title of the other comparisons."""
+        return "Beyond the paper's tables" if self.tables else "Comparisons"
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -224,10 +238,16 @@ class Overview:
         """How many cells have been run, and runs that are unfinished, unverified or not shown."""
         recipes = [cell.recipe for table in TABLES.values() for cell in table.cells]
         shown = [self.sides[recipe] for recipe in recipes if recipe in self.sides]
-        yield (
-            f"{len(shown)} of the {len(recipes)} cells of Tables 1 to 5 that have a recipe have "
-            "been run."
-        )
+        if self.tables:
+            yield (
+                f"{len(shown)} of the {len(recipes)} cells of Tables 1 to 5 that have a recipe "
+                "have been run."
+            )
+        else:
+            yield (
+                "The paper's tables are left out, because none of their cells has been run: isda "
+                "table N shows one."
+            )
         shown += [side for result in self.others for side in result.sides]
         used = {run.folder for side in shown for run in side.runs.values()}
         finished = [run for run in self._runs if summary(run).finished]
