@@ -1,6 +1,5 @@
 """Features back to pixels (Appendix C), and what an independent classifier sees in the pictures."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_text, writing
+from isda.experiments.files import write_json, writing
 from isda.experiments.generators.feature_moves import (
     choose_samples,
     draw_moves,
@@ -139,7 +138,7 @@ def show_inversion(
         "step_1_loss": float(step_1.median()),
         "pictures": pictures,
     }
-    write_text(out / "inversion.json", json.dumps(result, indent=2) + "\n")
+    write_json(out / "inversion.json", result)
     return result
 
 
