@@ -69,9 +69,9 @@ class FolderImages:
             key.update(b"|")
         return key.hexdigest()[:32]
 
-    def hold_out(self, number: int = 5000, *, seed: int = 0) -> "FolderImages":
+    def hold_out(self, number: int) -> "FolderImages":
         """Validation split, as in :meth:`isda.experiments.data.arrays.ImageArrays.hold_out`."""
-        kept, held = split(self.train_target, number, seed=seed)
+        kept, held = split(self.train_target, number)
         return replace(
             self,
             train_files=tuple(self.train_files[i] for i in kept.tolist()),

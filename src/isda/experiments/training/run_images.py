@@ -11,7 +11,6 @@ from torch import Tensor
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import (
     ImageArrays,
-    epoch_order,
     normalize,
     rank_slice,
     steps_per_epoch,
@@ -113,7 +112,7 @@ class RunImages:
         """Draw the order, and run the augmentation that is done once per epoch."""
         key = counter_rng.fold(self.order_key, epoch)
         if self._synthetic is None:
-            self._order.copy_(epoch_order(self.number, key))
+            self._order.copy_(counter_rng.permutation(self.number, key))
         else:
             self._order.copy_(self._synthetic.begin_epoch(key))
         if self._feed is not None:
