@@ -92,7 +92,7 @@ class Compare(RecipeArguments, Task):
         if not self.options.resume:  # find existing runs of the comparison now, not after hours
             for lambda_0 in candidates:
                 plans = self.with_lambda_0(lambda_0).plans()
-                require_free(out / plan.name / str(plan.seed) for plan in plans)
+                require_free(plan.folder(out) for plan in plans)
         if distributed.rank(None) == 0:
             show(held._plan_words(candidates, rounds))
         best, choice = choose(held, candidates, rounds, records=records)

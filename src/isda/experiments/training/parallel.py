@@ -36,7 +36,7 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     A run that fails does not stop the others, but an input error or a full disk does: then the runs
     that have started are finished, and no others are started.
     """
-    folders = [options.out / plan.name / str(plan.seed) for plan in plans]
+    folders = [plan.folder(options.out) for plan in plans]
     if not options.resume:
         require_free(folders)
     failures = Failures(len(plans))
@@ -123,5 +123,4 @@ def _train(plan: Plan, options: Options) -> None:
     except (InputError, TimeUp):
         raise
     except Exception as error:  # of this run
-        folder = options.out / plan.name / str(plan.seed)
-        raise RunError(f"{folder}: {reason_of(error)}") from error
+        raise RunError(f"{plan.folder(options.out)}: {reason_of(error)}") from error
