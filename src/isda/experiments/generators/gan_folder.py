@@ -6,7 +6,6 @@ weights alone, which all other commands read. The name gan.json differs from tha
 a report never takes a GAN for a run.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from isda.experiments.training.run_folder import (
     write_config,
 )
 
-__all__ = ["GanFolder", "weights_digest"]
+__all__ = ["GanFolder"]
 
 
 class GanFolder:
@@ -129,13 +128,3 @@ class GanFolder:
                 rest = f"isda gan train {self.settings.gan} --resume writes it again"
             raise InputError(f"{path} is damaged ({reason(error)}): {rest}") from error
         return state
-
-
-def weights_digest(states: list[dict[str, torch.Tensor]]) -> int:
-    """A number of 48 bits that changes with any weight."""
-    digest = hashlib.sha256()
-    for state in states:
-        for name, tensor in state.items():
-            digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest()[:6], "big")

@@ -16,7 +16,6 @@ from isda.experiments.generators.feature_moves import (
     random_moves,
     strength_of,
 )
-from isda.experiments.generators.gan_settings import require
 from isda.experiments.generators.gan_step import to_bytes, to_unit
 from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import create_generator, train_decoder
@@ -24,6 +23,7 @@ from isda.experiments.generators.latent_search import LatentSearch, normalized, 
 from isda.experiments.generators.pictures import write_grid
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
+from isda.experiments.recipe_checks import require
 
 __all__ = ["show_inversion"]
 
@@ -65,8 +65,9 @@ def show_inversion(
     strength = strength_of(classifier, strength)
     data = classifier.data
     trained = generator is not None
-    require(trained or settings.start == "decoder", "start", settings.start,
-            "decoder without a generator")  # fmt: skip
+    require(
+        settings, "start", trained or settings.start == "decoder", "decoder without a generator"
+    )
     if generator is None:
         generator = create_generator(classifier, seed)
     generator.require_fit(
