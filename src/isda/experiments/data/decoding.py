@@ -15,7 +15,7 @@ import torch
 from PIL import ExifTags, Image
 from torch import Tensor
 
-from isda.experiments.errors import InputError, reason
+from isda.experiments.errors import InputError, few, one_line, reason
 
 __all__ = [
     "ImageFiles",
@@ -23,9 +23,7 @@ __all__ = [
     "decode_center_crop",
     "decode_image",
     "decode_resized",
-    "few",
     "in_threads",
-    "one_line",
     "resize_side",
     "stored_sizes",
     "unreadable",
@@ -197,17 +195,6 @@ def in_threads(
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(items), _CHUNK):
             yield from pool.map(function, items[start : start + _CHUNK])
-
-
-def few(names: Sequence[str], limit: int = 5) -> str:
-    """The first names in one line, and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(one_line, names[:limit])) + more
-
-
-def one_line(name: object) -> str:
-    """A name in one line: line breaks and other control characters become escape sequences."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name))
 
 
 def _decode_jpeg(content: bytes) -> Tensor | None:

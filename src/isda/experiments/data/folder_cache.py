@@ -24,13 +24,12 @@ from isda.experiments.data.decoding import (
     UnreadableFiles,
     decode_center_crop,
     decode_resized,
-    one_line,
     stored_sizes,
     unreadable,
 )
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.data.resized_crop import PackedImages
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, one_line
 
 __all__ = ["DecodedImages", "center_crops", "decode_folder"]
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from isda.experiments.data.arrays import split
-from isda.experiments.data.decoding import few, one_line
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, few, one_line
 
 __all__ = ["FolderImages", "load_folder"]
 

@@ -18,8 +18,7 @@ from urllib.parse import urlparse
 import torch
 from torch import Tensor, nn
 
-from isda.experiments.data.decoding import few, one_line
-from isda.experiments.errors import InputError, reason
+from isda.experiments.errors import InputError, few, one_line, reason
 
 __all__ = [
     "LoadedWeights",

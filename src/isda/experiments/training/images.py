@@ -13,11 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
-from isda.experiments.data.decoding import UnreadableFiles, few, one_line
+from isda.experiments.data.decoding import UnreadableFiles
 from isda.experiments.data.features import FeatureArrays, batched
 from isda.experiments.data.folder_cache import DecodedImages, center_crops, decode_folder
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError, as_input_error
+from isda.experiments.errors import InputError, as_input_error, few, one_line
 from isda.experiments.networks import Network, create_network, find_weights
 from isda.experiments.networks.probe import Backbone
 from isda.experiments.settings import Options, Recipe
