@@ -22,6 +22,7 @@ from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, bind_key, create_network, find_weights
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
+from isda.experiments.networks.network import seeded
 from isda.experiments.networks.probe import Probe
 from isda.experiments.settings import Recipe
 from isda.experiments.training.images import data_size, require_same_images
@@ -100,8 +101,7 @@ class Lane:
     def create_network(recipe: Recipe, data: ImageArrays | DecodedImages, seed: int) -> Network:
         """Network of a recipe for a data set, with the initial weights of a seed."""
         if isinstance(data, FeatureArrays):
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
+            with seeded(seed):
                 classes, drop_rate = data.num_classes, recipe.drop_rate
                 return Probe(data.backbone, num_classes=classes, drop_rate=drop_rate)
         weights = find_weights(recipe.network, recipe.weights) if recipe.pretrained else None
