@@ -5,15 +5,17 @@ and both give the same pixels of a JPEG. Photos are turned upright, as their EXI
 """
 
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
+from tqdm import tqdm
 
 from isda.experiments.errors import InputError, few, one_line, reason
 
@@ -23,6 +25,7 @@ __all__ = [
     "decode_center_crop",
     "decode_image",
     "decode_resized",
+    "image_bar",
     "in_threads",
     "resize_side",
     "stored_sizes",
@@ -183,6 +186,12 @@ def unreadable(files: Sequence[str], *, threads: int) -> dict[str, str]:
 
     reasons = in_threads(reason, files, threads=threads)
     return {file: reason for file, reason in zip(files, reasons, strict=True) if reason}
+
+
+def image_bar(label: str, total: int) -> Any:
+    """Progress bar of images on the first rank, which is not shown for a few images."""
+    other = int(os.environ.get("RANK", 0)) > 0
+    return tqdm(desc=label, total=total, unit="image", delay=1, disable=other)
 
 
 def in_threads(

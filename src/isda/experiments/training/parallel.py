@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
     workers, first = min(options.processes, len(plans)), context.Semaphore(1)
     with ProcessPoolExecutor(workers, context, _begin, (first,)) as pool:
-        data = PurePath(plans[0].recipe.data.removeprefix("imagefolder:")).name
-        label = f"{data} {plans[0].recipe.network}, {options.processes} processes"
+        recipe = plans[0].recipe
+        label = f"{recipe.data_name} {recipe.network}, {options.processes} processes"
         try:
             with _no_interrupts():
                 numbers = {pool.submit(_train, plan, options): number

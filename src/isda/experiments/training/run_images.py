@@ -29,6 +29,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.generators.synthetic_images import SyntheticImages
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Recipe
+from isda.experiments.training.device import memory_format_of
 
 __all__ = ["RunImages", "compile_once"]
 
@@ -81,7 +82,7 @@ class RunImages:
             mean=data.mean,
             std=data.std,
             dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
-            layout=torch.channels_last if recipe.channels_last else torch.contiguous_format,
+            layout=memory_format_of(recipe),
         )
         if isinstance(data, FeatureArrays):
             self._normalize = partial(torch.Tensor.contiguous)

@@ -25,6 +25,7 @@ from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.networks.network import seeded
 from isda.experiments.networks.probe import Probe
 from isda.experiments.settings import Recipe
+from isda.experiments.training.device import autocast_of, memory_format_of
 from isda.experiments.training.images import data_size, require_same_images
 from isda.experiments.training.memory import create_on, host_memory, is_out_of_memory
 from isda.experiments.training.metrics import classification_metrics, classified
@@ -137,7 +138,7 @@ class Lane:
             self.step_key.copy_(step_key)
         self.zero_grad()
         set_rates(self.optimizer, self.learning_rate, self._warmup_factor())
-        with self._autocast():
+        with autocast_of(self.recipe, self.device):
             features, logits = self._model(images)
         head = self.network.get_classifier()
         progress = self.progress
@@ -168,7 +169,7 @@ class Lane:
         network.eval()
         parts = []
         for batch, target in images.test_batches():
-            with self._autocast():
+            with autocast_of(self.recipe, self.device):
                 parts.append((network(batch).float(), target))
         network.train()
         logits, target = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -246,7 +247,7 @@ class Lane:
         network = self.create_network(self.recipe, self.data, self.seed)
         if self.world > 1:
             synchronize_batch_norm(network, self.device)
-        return network.to(self.device).to(memory_format=self._layout)
+        return network.to(self.device).to(memory_format=memory_format_of(self.recipe))
 
     def _create_criterion(self) -> nn.Module:
         features, classes = self.network.num_features, self.data.num_classes
@@ -288,14 +289,6 @@ class Lane:
         if not self._compiled:
             return model
         return torch.compile(model, dynamic=False, options={"combo_kernels": True})
-
-    def _autocast(self) -> torch.autocast:
-        enabled = self.recipe.precision == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
-
-    @property
-    def _layout(self) -> torch.memory_format:
-        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
 
     @property
     def _steps_per_epoch(self) -> int:
