@@ -6,6 +6,7 @@ them, and truncated to the checkpoint on resume.
 """
 
 import contextlib
+import fcntl
 import os
 import warnings
 import zipfile
@@ -14,11 +15,6 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 import torch
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 from isda.experiments.errors import InputError, RunError, RunLocked, reason
 from isda.experiments.files import sync_folder, write_bytes, write_json, writing
@@ -273,8 +269,7 @@ def _lock_file(folder: Path) -> IO[str]:
             folder.mkdir(parents=True, exist_ok=True)
             file = open(path, "a")  # noqa: SIM115 - returned
         try:
-            if fcntl is not None:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.close()
             raise RunLocked(f"{folder} is being trained by another process") from error
