@@ -20,7 +20,6 @@ from isda.experiments.data.arrays import (
     normalize,
     rank_slice,
     split,
-    steps_per_epoch,
 )
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
@@ -103,11 +102,6 @@ def test_normalize_is_captured_in_a_cuda_graph() -> None:
         result = normalize(images, (0.1, 0.5, 0.7), (0.2, 0.3, 0.4))
     graph.replay()
     assert torch.equal(result, normalize(images, (0.1, 0.5, 0.7), (0.2, 0.3, 0.4)))
-
-
-def test_steps_per_epoch() -> None:
-    for number in (1, 127, 128, 129, 50_000):
-        assert steps_per_epoch(number, 128) == len(range(0, number, 128))
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 128])

@@ -25,7 +25,6 @@ __all__ = [
     "normalize",
     "rank_slice",
     "split",
-    "steps_per_epoch",
 ]
 
 DATA = ("digits", "cifar10", "cifar100", "imagenet", "imagefolder:PATH")
@@ -194,11 +193,6 @@ def normalize(
     scale = [1 / (255 * s) for s in std]
     shift = [-m / s for m, s in zip(mean, std, strict=True)]
     return (images * _channels(scale, images) + _channels(shift, images)).to(dtype)
-
-
-def steps_per_epoch(number: int, batch_size: int) -> int:
-    """Number of batches in an epoch, including a smaller last one."""
-    return -(-number // batch_size)
 
 
 def rank_slice(number: int, *, rank: int, world: int) -> slice:

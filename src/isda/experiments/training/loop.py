@@ -167,8 +167,15 @@ class _Training:
 
     def _lane(self, plan: Plan, images: ImageArrays | DecodedImages) -> Lane:
         generator = generator_of(plan.recipe, images, self.options, self.device)
-        options: Any = {"device": self.device, "rank": self.rank, "world": self.world}
-        return Lane(plan.recipe, plan.seed, images, generator=generator, **options)
+        return Lane(
+            plan.recipe,
+            plan.seed,
+            images,
+            self.device,
+            rank=self.rank,
+            world=self.world,
+            generator=generator,
+        )
 
     def _train_group(self, group: list[int]) -> None:
         start_up = StartUp()

@@ -13,7 +13,6 @@ from isda.experiments.data.arrays import (
     ImageArrays,
     normalize,
     rank_slice,
-    steps_per_epoch,
 )
 from isda.experiments.data.augmentation import Augmentation, create_augmentation
 from isda.experiments.data.batch_feed import BatchFeed
@@ -104,9 +103,14 @@ class RunImages:
         """Whether the images are not on the device: :meth:`load` must precede every step."""
         return self._feed is not None
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches in an epoch, including a smaller last one."""
+        return -(-self.number // self.recipe.batch_size)
+
     def batch_sizes(self) -> Iterator[int]:
         """Batch size of every step of an epoch, over all ranks; the last one may be smaller."""
-        for step in range(steps_per_epoch(self.number, self.recipe.batch_size)):
+        for step in range(self.steps_per_epoch):
             yield min(self.recipe.batch_size, self.number - step * self.recipe.batch_size)
 
     def begin_epoch(self, epoch: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isda import distributed
-from isda.experiments.data.arrays import ImageArrays, rank_slice, steps_per_epoch
+from isda.experiments.data.arrays import ImageArrays, rank_slice
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
@@ -143,7 +143,7 @@ class Lane:
         head = self.network.get_classifier()
         progress = self.progress
         if self.recipe.ramp == "step":
-            progress = self.steps / (self.recipe.epochs * self._steps_per_epoch)
+            progress = self.steps / (self.recipe.epochs * self.images.steps_per_epoch)
         loss = self.criterion(
             features, head.weight, target, bias=head.bias, logits=logits, progress=progress
         )
@@ -290,15 +290,12 @@ class Lane:
             return model
         return torch.compile(model, dynamic=False, options={"combo_kernels": True})
 
-    @property
-    def _steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.num_images, self.recipe.batch_size)
-
     def _warmup_factor(self) -> Tensor | None:
         """Factor of the learning rate in this step, on the device; None without warm-up."""
         if not self.recipe.warmup:
             return None
-        return ((self.steps + 1) / (self.recipe.warmup * self._steps_per_epoch)).clamp(max=1)
+        steps = self.recipe.warmup * self.images.steps_per_epoch
+        return ((self.steps + 1) / steps).clamp(max=1)
 
     @torch.no_grad()
     def _update_average(self, average: nn.Module) -> None:
