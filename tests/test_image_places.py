@@ -22,7 +22,7 @@ from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.decoding import ImageFiles
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
-from isda.experiments.training.groups import Plan, own_images
+from isda.experiments.training.groups import Plan, images_of_run
 from isda.experiments.training.training_step import Lane
 
 photos = pytest.fixture(make_photos)
@@ -57,7 +57,7 @@ def test_every_seed_draws_its_own_images(photos: Path, device: torch.device) -> 
     for cache in PLACES:
         data, lanes = decoded(photos, cache, device), []
         for seed in (3, 4):
-            drawn = own_images(data, Plan("few", recipe, seed))
+            drawn = images_of_run(data, Plan("few", recipe, seed))
             kept = arrays.draw(4, seed=seed, test_on_rest=False)
             assert torch.equal(drawn.train_target.cpu(), kept.train_target)
             assert isinstance(drawn, DecodedImages)
@@ -73,7 +73,7 @@ def test_every_seed_draws_its_own_images(photos: Path, device: torch.device) -> 
         results.append(train(lanes))
     assert results == [results[0]] * len(PLACES)
     with pytest.raises(InputError, match="images_per_class must be between 1 and 7 for imagefold"):
-        own_images(whole, Plan("few", replace(recipe, images_per_class=8), 0))
+        images_of_run(whole, Plan("few", replace(recipe, images_per_class=8), 0))
 
 
 @pytest.mark.parametrize("cache", ["memory", "off"])

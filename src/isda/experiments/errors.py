@@ -17,6 +17,8 @@ __all__ = [
     "TimeUp",
     "WriteError",
     "as_input_error",
+    "few",
+    "one_line",
     "reason",
     "unknown",
 ]
@@ -86,6 +88,17 @@ def reason(error: Exception) -> str:
     words = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     first, *rest = str(words).splitlines()
     return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first  # a heading
+
+
+def few(names: Sequence[str], limit: int = 5) -> str:
+    """The first names in one line, and the number of the others."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(one_line, names[:limit])) + more
+
+
+def one_line(name: object) -> str:
+    """A name in one line: line breaks and other control characters become escape sequences."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name))
 
 
 @contextlib.contextmanager

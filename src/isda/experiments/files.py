@@ -1,16 +1,26 @@
 """Small files: written so that a crash or a full disk leaves either the old file or the new one."""
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from isda.experiments.errors import InputError, WriteError, reason
 
-__all__ = ["read_bytes", "sync_folder", "write_bytes", "write_folder", "write_text", "writing"]
+__all__ = [
+    "read_bytes",
+    "sync_folder",
+    "write_bytes",
+    "write_folder",
+    "write_json",
+    "write_text",
+    "writing",
+]
 
 
 def read_bytes(path: Path, *, most: int) -> bytes:
@@ -41,6 +51,11 @@ def write_text(path: Path, text: str) -> None:
     Bytes of a path that are not UTF-8 are written as escape sequences.
     """
     write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a small JSON file, indented; see :func:`write_bytes`."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -6,8 +6,8 @@ complete; a comparison then lacks the parts that look at single images.
 
 import io
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,7 +86,7 @@ _LARGEST = 2**30  # bytes, of all arrays
 _ROUNDING = 1e-3  # of an error in percent, and of probabilities
 
 
-def _read(content: bytes) -> dict[str, NDArray[np.generic]]:
+def _read(content: bytes) -> dict[str, NDArray[Any]]:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         size = sum(member.file_size for member in archive.infolist())
         if size > _LARGEST:
@@ -98,14 +98,14 @@ def _read(content: bytes) -> dict[str, NDArray[np.generic]]:
         return {name: archive[name] for name in _KINDS}
 
 
-def _require_valid(arrays: dict[str, NDArray[np.generic]], error: float | None) -> None:
+def _require_valid(arrays: dict[str, NDArray[Any]], error: float | None) -> None:
     """Raise ValueError unless the arrays fit together and have the recorded error in percent."""
     for name, kind in _KINDS.items():
         if arrays[name].dtype.kind != kind or arrays[name].ndim != 1:
             raise ValueError(f"{name} has type {arrays[name].dtype}, shape {arrays[name].shape}")
-    numbers: Sequence[NDArray[np.generic]] = [arrays[name] for name in list(_KINDS)[:4]]
-    target, prediction, confidence, target_probability = (np.asarray(a) for a in numbers)
-    if len({len(one) for one in numbers}) != 1 or not len(target):
+    numbers = [arrays[name] for name in _KINDS if name != "class_names"]
+    target, prediction, confidence, target_probability = numbers
+    if len({*map(len, numbers)}) != 1 or not len(target):
         raise ValueError("its arrays have different lengths or are empty")
     for name, classes in (("target", target), ("prediction", prediction)):
         if classes.min() < 0 or classes.max() >= len(arrays["class_names"]):

@@ -9,8 +9,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePath
-from typing import Any
+from typing import Any, get_args
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipe_checks import differing_fields
@@ -49,14 +48,12 @@ def name_of(recipe: Recipe) -> str:
     ...                batch_size=1, learning_rate=0.1, weight_decay=0.0))
     'birds-timm_resnet18-isda'
     """
-    kind, _, path = recipe.data.partition(":")
-    data = PurePath(path).name or kind
     extra: list[str] = []
     extra += [name for name in ("autoaugment", "cutout") if name in recipe.augment][:1]
     extra += [recipe.generator] * (recipe.generator != "none")
     method = "_".join(extra + [recipe.method] * (recipe.method == "isda" or not extra))
     network = recipe.network + "_pretrained" * recipe.pretrained + "_frozen" * recipe.freeze
-    parts = (re.sub(r"[^A-Za-z0-9_.]+", "_", part) for part in (data, network, method))
+    parts = (re.sub(r"[^A-Za-z0-9_.]+", "_", part) for part in (recipe.data_name, network, method))
     return "-".join(parts)
 
 
@@ -190,7 +187,6 @@ _CIFAR: dict[str, dict[str, Any]] = {
 }
 _TABLE_4 = ("resnet110", "wide_resnet28_10")
 _TABLE_4_METHODS: tuple[Method, ...] = ("large_margin", "disturb_label", "focal", "center", "lq")
-_TABLE_4_GANS: tuple[GanName, ...] = ("wgan", "cgan", "acgan", "infogan")
 _TABLE_3 = ("wide_resnet28_10", "shake_shake26_2x32d", "shake_shake26_2x112d")
 
 _IMAGENET: dict[str, Any] = {
@@ -269,7 +265,7 @@ def _variants(recipe: Recipe, training: str) -> Iterator[tuple[str, Recipe]]:
         for loss in _TABLE_4_METHODS:
             noise = 0.1 if training == "cifar100-resnet110" else 0.05
             yield loss, with_method(recipe, loss, noise_rate=noise)
-        for gan in _TABLE_4_GANS:
+        for gan in get_args(GanName):
             if gan != "wgan" or recipe.data == "cifar10":  # as in the paper
                 yield gan, replace(baseline, generator=gan, synthetic=1 / 6)
     if recipe.network == "resnet110":

@@ -233,6 +233,12 @@ class Recipe:
         return self.data == "imagenet" or self.data.startswith("imagefolder:")
 
     @property
+    def data_name(self) -> str:
+        """Name of the data set, or of the folder of the images."""
+        kind, _, path = self.data.partition(":")
+        return PurePath(path).name or kind
+
+    @property
     def augmentation(self) -> str:
         """The augmentations in words; those of image files are not a setting."""
         if self.freeze:

@@ -12,7 +12,7 @@ from torch import Tensor
 from isda.experiments.calibration import Calibration
 from isda.experiments.errors import InputError
 from isda.experiments.settings import Options
-from isda.experiments.training.groups import Plan, own_images
+from isda.experiments.training.groups import Plan, images_of_run
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.metrics import classification_metrics
 from isda.experiments.training.run_folder import RunFolder
@@ -61,7 +61,7 @@ def calibration_of(run: RunFolder, options: Options, device: torch.device) -> Ca
             f"{run.folder} has no held-out images to fit a temperature on: train with --hold-out"
         )
     with kept_images() as store:
-        own = own_images(store.get(recipe, options, device), plan)
+        own = images_of_run(store.get(recipe, options, device), plan)
         # the test images of the data set, also if the run has drawn its training images
         data = store.get(replace(recipe, hold_out=0), options, device)
     lane = Lane(recipe, run.seed, own, device)

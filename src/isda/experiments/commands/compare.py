@@ -4,7 +4,6 @@ With ``--lambda-0 auto``, λ₀ is first chosen on held-out images, by successiv
 """
 
 import contextlib
-import json
 import re
 import warnings
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from isda.experiments.commands.lambda_search import (
 from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import PlannedRuns, Task
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_text
+from isda.experiments.files import write_json
 from isda.experiments.report.comparison import comparison, comparison_table
 from isda.experiments.report.intervals import RESOLUTION
 from isda.experiments.report.text import show
@@ -93,7 +92,7 @@ class Compare(RecipeArguments, Task):
         if not self.options.resume:  # find existing runs of the comparison now, not after hours
             for lambda_0 in candidates:
                 plans = self.with_lambda_0(lambda_0).plans()
-                require_free(out / plan.name / str(plan.seed) for plan in plans)
+                require_free(plan.folder(out) for plan in plans)
         if distributed.rank(None) == 0:
             show(held._plan_words(candidates, rounds))
         best, choice = choose(held, candidates, rounds, records=records)
@@ -109,7 +108,7 @@ class Compare(RecipeArguments, Task):
                 "chosen": best,
             }  # fmt: skip
             path = out / f"{list(planned.recipes)[1]}.lambda_0.json"
-            write_text(path, json.dumps(record, indent=2) + "\n")
+            write_json(path, record)
             show(f"\n{choice_table(choice)}\n{_tie_words(choice)}")
         return planned, choice
 

@@ -104,9 +104,14 @@ def _measure(given: Cost) -> None:
             raise InputError(f"{given.out} already exists: use --resume or a different --out")
         theory = [theoretical_cost(network, **size) for network in networks]
         measured: dict[str, list[MeasuredCost]] = {}
-        lines = cost_lines(theory, measured, here)
-        if given.out is not None:
-            write_costs(given.out, [*kept, *lines])  # fails before measuring if it cannot
+
+        def write() -> list[dict[str, str]]:
+            lines = cost_lines(theory, measured, here)
+            if given.out is not None:
+                write_costs(given.out, [*kept, *lines])
+            return lines
+
+        lines = write()  # fails before measuring if it cannot
         for cost in tqdm(theory if given.measure else (), unit="network", disable=None):
             measured[cost.network] = step_cost.measured_cost(
                 cost.network,
@@ -116,9 +121,7 @@ def _measure(given: Cost) -> None:
                 repeats=given.repeats,
                 **size,
             )
-            lines = cost_lines(theory, measured, here)
-            if given.out is not None:
-                write_costs(given.out, [*kept, *lines])
+            lines = write()
     if measured:
         print(f"Measured on {here['device']}, torch {here['torch']}.\n")
     parts = [cost_table(lines)] if lines else []

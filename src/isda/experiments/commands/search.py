@@ -1,6 +1,5 @@
 """``isda search``: choose λ₀ on held-out images, train on all images, and test."""
 
-import json
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ from isda.experiments.commands.lambda_search import (
 from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import Task
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_text
+from isda.experiments.files import write_json
 from isda.experiments.report.sides import Side
 from isda.experiments.report.text import show
 from isda.experiments.settings import Recipe
@@ -104,7 +103,7 @@ class Search(RecipeArguments, Task):
             "chosen": best,
             "final": side_record(result.final, out),
         }
-        write_text(result.record, json.dumps(record, indent=2) + "\n")
+        write_json(result.record, record)
         return result
 
     def _final(self, lambda_0: float) -> Recipe:

@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 __all__ = [
     "DATA",
     "ImageArrays",
+    "by_class",
     "draw",
-    "epoch_order",
     "load_data",
     "normalize",
     "rank_slice",
     "split",
-    "steps_per_epoch",
 ]
 
 DATA = ("digits", "cifar10", "cifar100", "imagenet", "imagefolder:PATH")
@@ -82,15 +81,13 @@ class ImageArrays:
             test_target=self.test_target.to(device),
         )
 
-    def hold_out(self, number: int = 5000, *, seed: int = 0) -> "ImageArrays":
+    def hold_out(self, number: int) -> "ImageArrays":
         """Validation split: hold out ``number`` training images and use them as test images.
 
-        The split is stratified by class and depends only on ``seed``.
+        The split is stratified by class, and the same in all runs.
         """
-        kept, held = (
-            part.to(self.train_target.device)
-            for part in split(self.train_target, number, seed=seed)
-        )
+        device = self.train_target.device
+        kept, held = (part.to(device) for part in split(self.train_target, number))
         return replace(
             self,
             train_images=self.train_images[kept],
@@ -198,23 +195,13 @@ def normalize(
     return (images * _channels(scale, images) + _channels(shift, images)).to(dtype)
 
 
-def epoch_order(number: int, key: Tensor) -> Tensor:
-    """Order of ``number`` images in an epoch: a random permutation."""
-    return counter_rng.permutation(number, key)
-
-
-def steps_per_epoch(number: int, batch_size: int) -> int:
-    """Number of batches in an epoch, including a smaller last one."""
-    return -(-number // batch_size)
-
-
 def rank_slice(number: int, *, rank: int, world: int) -> slice:
     """Contiguous part of a batch for a rank; the sizes differ by at most one."""
     return slice(number * rank // world, number * (rank + 1) // world)
 
 
-def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Indices to keep and ``number`` indices to hold out, stratified by class.
+def split(target: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Indices to keep and ``number`` indices to hold out, stratified by class, always the same.
 
     Shape:
         target (N,); outputs (N - number,) and (number,), ascending, on the CPU.
@@ -224,10 +211,8 @@ def split(target: Tensor, number: int, *, seed: int = 0) -> tuple[Tensor, Tensor
             f"number of images to hold out must be between 1 and {len(target) - 1}, got {number}"
         )
     target = target.cpu()
-    order = counter_rng.permutation(len(target), counter_rng.key(seed, _SPLIT))
-    order = order[target[order].argsort(stable=True)]  # sorted by class, random within a class
+    order, place = by_class(target, counter_rng.key(0, _SPLIT))
     count = torch.bincount(target)
-    place = torch.arange(len(target)) - (count.cumsum(0) - count)[target[order]]
     share = (place.double() + 0.5) / count[target[order]]  # position within its class, in [0, 1]
     held = torch.zeros(len(target), dtype=torch.bool)
     held[order[share.argsort(stable=True)[:number]]] = True
@@ -266,11 +251,21 @@ def draw(
             f"images_per_class must be between 1 and {count - leave_one} for {name}, "
             f"got {images_per_class}"
         )
-    order = counter_rng.permutation(len(target), counter_rng.key(seed, _DRAW)).to(target.device)
-    order = order[target[order].argsort(stable=True)]  # by class, random within a class
-    first = torch.searchsorted(target[order], target[order])  # place of its class
-    drawn = torch.arange(len(target), device=target.device) - first < images_per_class
+    order, place = by_class(target, counter_rng.key(seed, _DRAW))
+    drawn = place < images_per_class
     return order[drawn].sort().values, order[~drawn].sort().values
+
+
+def by_class(target: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of all images by class, in random order within a class, and their places in it.
+
+    Shape:
+        target (N,); outputs (N,), on its device.
+    """
+    order = counter_rng.permutation(len(target), key).to(target.device)
+    order = order[target[order].argsort(stable=True)]
+    first = torch.searchsorted(target[order], target[order])  # place of the first of its class
+    return order, torch.arange(len(target), device=target.device) - first
 
 
 _SPLIT, _DRAW = 0x5D, 0xD7  # parts of the keys

@@ -5,17 +5,19 @@ and both give the same pixels of a JPEG. Photos are turned upright, as their EXI
 """
 
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
+from tqdm import tqdm
 
-from isda.experiments.errors import InputError, reason
+from isda.experiments.errors import InputError, few, one_line, reason
 
 __all__ = [
     "ImageFiles",
@@ -23,9 +25,8 @@ __all__ = [
     "decode_center_crop",
     "decode_image",
     "decode_resized",
-    "few",
+    "image_bar",
     "in_threads",
-    "one_line",
     "resize_side",
     "stored_sizes",
     "unreadable",
@@ -187,6 +188,12 @@ def unreadable(files: Sequence[str], *, threads: int) -> dict[str, str]:
     return {file: reason for file, reason in zip(files, reasons, strict=True) if reason}
 
 
+def image_bar(label: str, total: int) -> Any:
+    """Progress bar of images on the first rank, which is not shown for a few images."""
+    other = int(os.environ.get("RANK", 0)) > 0
+    return tqdm(desc=label, total=total, unit="image", delay=1, disable=other)
+
+
 def in_threads(
     function: Callable[[_Item], _Result], items: Sequence[_Item], *, threads: int
 ) -> Iterator[_Result]:
@@ -197,17 +204,6 @@ def in_threads(
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(items), _CHUNK):
             yield from pool.map(function, items[start : start + _CHUNK])
-
-
-def few(names: Sequence[str], limit: int = 5) -> str:
-    """The first names in one line, and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(map(one_line, names[:limit])) + more
-
-
-def one_line(name: object) -> str:
-    """A name in one line: line breaks and other control characters become escape sequences."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name))
 
 
 def _decode_jpeg(content: bytes) -> Tensor | None:

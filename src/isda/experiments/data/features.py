@@ -1,6 +1,5 @@
 """Features of images as a data set, for a head that is trained on a frozen network."""
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from isda.experiments.data.arrays import ImageArrays
-from isda.experiments.data.decoding import ImageFiles
+from isda.experiments.data.decoding import ImageFiles, image_bar
 
 __all__ = ["FeatureArrays", "batched"]
 
@@ -36,10 +34,8 @@ def batched(
     A thread decodes the next batch of files meanwhile.
     """
     parts = [slice(first, first + batch_size) for first in range(0, number, batch_size)]
-    other = int(os.environ.get("RANK", 0)) > 0
-    bar = tqdm(desc=label, total=number, unit="image", delay=1, disable=other)
     results = []
-    with bar:
+    with image_bar(label, number) as bar:
         for batch in _ahead(images, parts):
             results.append(function(batch))
             bar.update(len(batch))

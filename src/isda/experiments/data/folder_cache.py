@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from isda.experiments.data.arrays import draw, split
 from isda.experiments.data.cache_file import CACHE_FOLDER, CacheFile
@@ -24,13 +23,13 @@ from isda.experiments.data.decoding import (
     UnreadableFiles,
     decode_center_crop,
     decode_resized,
-    one_line,
+    image_bar,
     stored_sizes,
     unreadable,
 )
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.data.resized_crop import PackedImages
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, one_line
 
 __all__ = ["DecodedImages", "center_crops", "decode_folder"]
 
@@ -225,14 +224,8 @@ def _decode(data: FolderImages, size: Tensor, store: Callable[[Tensor], None]) -
     """Decode all training and test images, and pass their bytes to ``store`` in order."""
     bad: dict[str, str] = {}
     total = len(data.train_files) + len(data.test_files)
-    bar = tqdm(
-        desc=f"decoding {data.name}",
-        total=total,
-        unit="image",
-        delay=1,  # not shown for a few images
-        disable=int(os.environ.get("RANK", 0)) > 0,
-    )
-    with bar, ThreadPoolExecutor(max(1, data.workers)) as pool:
+    label = f"decoding {data.name}"
+    with image_bar(label, total) as bar, ThreadPoolExecutor(max(1, data.workers)) as pool:
         for images in (_files(data, size), center_crops(data, data.test_files)):
             for numbers in _chunks(images.size):
                 ends = images.size[numbers].prod(1).cumsum(0).tolist()

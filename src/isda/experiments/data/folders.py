@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from isda.experiments.data.arrays import split
-from isda.experiments.data.decoding import few, one_line
-from isda.experiments.errors import InputError
+from isda.experiments.errors import InputError, few, one_line
 
 __all__ = ["FolderImages", "load_folder"]
 
@@ -69,9 +68,9 @@ class FolderImages:
             key.update(b"|")
         return key.hexdigest()[:32]
 
-    def hold_out(self, number: int = 5000, *, seed: int = 0) -> "FolderImages":
+    def hold_out(self, number: int) -> "FolderImages":
         """Validation split, as in :meth:`isda.experiments.data.arrays.ImageArrays.hold_out`."""
-        kept, held = split(self.train_target, number, seed=seed)
+        kept, held = split(self.train_target, number)
         return replace(
             self,
             train_files=tuple(self.train_files[i] for i in kept.tolist()),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isda.experiments.data import counter_rng
+from isda.experiments.data.arrays import by_class
 from isda.experiments.errors import InputError
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 
@@ -32,11 +33,8 @@ def choose_samples(classifier: TrainedClassifier, number: int, seed: int) -> Ten
     target = classifier.data.train_target
     if not 1 <= number <= len(target):
         raise InputError(f"samples must be between 1 and {len(target)}, got {number}")
-    order = counter_rng.permutation(len(target), counter_rng.key(seed, device=target.device))
-    order = order[target[order].argsort(stable=True)]  # by class, random within a class
-    first = torch.searchsorted(target[order], target[order])  # place of its class
-    rank = torch.arange(len(target), device=target.device) - first
-    return order[rank.argsort(stable=True)][:number]
+    order, place = by_class(target, counter_rng.key(seed, device=target.device))
+    return order[place.argsort(stable=True)][:number]
 
 
 def draw_moves(

@@ -6,7 +6,6 @@ weights alone, which all other commands read. The name gan.json differs from tha
 a report never takes a GAN for a run.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -17,13 +16,17 @@ from typing import Any
 import torch
 
 from isda.experiments.errors import InputError, reason
-from isda.experiments.files import read_bytes, sync_folder, write_text, writing
+from isda.experiments.files import read_bytes, sync_folder, writing
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.training.environment import environment
-from isda.experiments.training.run_folder import read_checkpoint
+from isda.experiments.training.run_folder import (
+    read_checkpoint,
+    write_checkpoint,
+    write_config,
+)
 
-__all__ = ["GanFolder", "weights_digest"]
+__all__ = ["GanFolder"]
 
 
 class GanFolder:
@@ -64,7 +67,7 @@ class GanFolder:
             with writing(folder, keep=()):
                 folder.mkdir(parents=True, exist_ok=True)
             config = {"settings": settings.as_dict(), "seed": seed}
-            _write(folder / "gan.json", {**config, "environment": environment(device)})
+            write_config(folder / "gan.json", {**config, "environment": environment(device)})
             return cls(folder)
         if not resume:
             raise InputError(f"{folder} already holds a GAN: use --resume or a different --out")
@@ -83,7 +86,7 @@ class GanFolder:
         path = self.folder / "gan.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config["settings"]["epochs"] = epochs
-        _write(path, config)
+        write_config(path, config)
         self.settings = replace(self.settings, epochs=epochs)
 
     def save(self, name: str, state: dict[str, Any]) -> None:
@@ -92,10 +95,7 @@ class GanFolder:
         path = self.folder / name
         new = path.with_suffix(".new.pt")
         with writing(path, temporary=new):
-            with open(new, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
+            write_checkpoint(new, state)
             os.replace(new, path)
             sync_folder(self.folder)
 
@@ -128,18 +128,3 @@ class GanFolder:
                 rest = f"isda gan train {self.settings.gan} --resume writes it again"
             raise InputError(f"{path} is damaged ({reason(error)}): {rest}") from error
         return state
-
-
-def _write(path: Path, config: dict[str, Any]) -> None:
-    text = json.dumps({**config, "check": config_checksum(config)}, indent=2)
-    write_text(path, text + "\n")
-
-
-def weights_digest(states: list[dict[str, torch.Tensor]]) -> int:
-    """A number of 48 bits that changes with any weight."""
-    digest = hashlib.sha256()
-    for state in states:
-        for name, tensor in state.items():
-            digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest()[:6], "big")

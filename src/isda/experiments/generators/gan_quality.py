@@ -1,6 +1,5 @@
 """Quality of a GAN, measured: classifier FID, and what a classifier learns from its images."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_text
+from isda.experiments.files import write_json
 from isda.experiments.generators.feature_moves import choose_samples
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
@@ -107,7 +106,7 @@ def measure_gan(
         "error_of_synthetic": _test_error(synthetic, epochs, seed),
         "error_of_real": _test_error(data, epochs, seed),
     }
-    write_text(Path(folder) / "quality.json", json.dumps(result, indent=2) + "\n")
+    write_json(folder / "quality.json", result)
     return result
 
 

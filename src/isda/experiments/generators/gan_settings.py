@@ -4,12 +4,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 from isda.experiments.errors import InputError, unknown
+from isda.experiments.recipe_checks import require
 from isda.experiments.settings import GanName
 
-__all__ = ["CODES", "GANS", "GanSettings", "get_gan", "require"]
+__all__ = ["CODES", "GANS", "GanSettings", "get_gan"]
 
 CODES = 2
 """Number of further latent inputs of infoGAN, uniform in [-1, 1)."""
@@ -62,6 +64,7 @@ class GanSettings:
     def __post_init__(self) -> None:
         if self.gan not in get_args(GanName):
             raise unknown("GAN", self.gan, get_args(GanName))
+        check = partial(require, self)
         least = {
             "epochs": 1,
             "batch_size": 1,
@@ -73,13 +76,11 @@ class GanSettings:
         for field, number in least.items():
             value = getattr(self, field)
             whole = isinstance(value, int) and not isinstance(value, bool)
-            require(whole and value >= number, field, value, f"a whole number >= {number}")
+            check(field, whole and value >= number, f"a whole number >= {number}")
         for field in ("beta_1", "beta_2", "average"):
-            value = getattr(self, field)
-            require(0 <= value < 1, field, value, ">= 0 and < 1")
-        require(0 <= self.penalty < math.inf, "penalty", self.penalty, ">= 0")
-        rate = self.learning_rate
-        require(0 < rate < math.inf, "learning_rate", rate, "> 0")
+            check(field, 0 <= getattr(self, field) < 1, ">= 0 and < 1")
+        check("penalty", 0 <= self.penalty < math.inf, ">= 0")
+        check("learning_rate", 0 < self.learning_rate < math.inf, "> 0")
 
     @property
     def per_class(self) -> bool:
@@ -119,12 +120,6 @@ def get_gan(name: str) -> GanSettings:
     if name not in GANS:
         raise unknown("GAN", name, GANS)
     return GANS[name]
-
-
-def require(holds: bool, field: str, value: object, expectation: str) -> None:
-    """Raise InputError about a field unless the condition holds."""
-    if not holds:
-        raise InputError(f"{field} must be {expectation}, got {value!r}")
 
 
 GANS: dict[str, GanSettings] = {

@@ -16,6 +16,7 @@ from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.generators.gan_networks import Critic, Generator
 from isda.experiments.generators.gan_settings import GanSettings
+from isda.experiments.networks.network import seeded
 
 __all__ = ["GanLane", "draw_latent", "to_bytes", "to_unit"]
 
@@ -44,8 +45,7 @@ class GanLane:
         part = 0 if only is None else only + 1
         labels = 0 if only is not None else data.num_classes
         shape = tuple(data.image_shape)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(int(counter_rng.key(seed, _WEIGHTS, part)))
+        with seeded(int(counter_rng.key(seed, _WEIGHTS, part))):
             self.generator = Generator(settings, labels, shape).to(device)
             self.critic = Critic(settings, data.num_classes, shape).to(device)
         self.average = copy.deepcopy(self.generator).requires_grad_(False).eval()

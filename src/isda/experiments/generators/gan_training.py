@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from isda.experiments.data import counter_rng
-from isda.experiments.data.arrays import DATA, ImageArrays, load_data
+from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.files import write_text
 from isda.experiments.generators.gan_folder import GanFolder
@@ -26,6 +26,7 @@ from isda.experiments.training.side_by_side import CapturedSteps, graph_sizes
 
 __all__ = ["create_lanes", "load_arrays", "train_gan"]
 
+_DATA = ("digits", "cifar10", "cifar100")
 _COLUMNS = 10  # pictures per class in a grid of samples
 _MOST_ROWS = 20
 _SAMPLES = 0x5A  # part of the key
@@ -69,9 +70,8 @@ def train_gan(
 
 def load_arrays(settings: GanSettings, options: Options) -> ImageArrays:
     """Data set of a GAN."""
-    if settings.data not in ("digits", "cifar10", "cifar100"):
-        names = ", ".join(name for name in DATA if name in ("digits", "cifar10", "cifar100"))
-        raise InputError(f"data must be one of {names} for a GAN, got {settings.data!r}")
+    if settings.data not in _DATA:
+        raise InputError(f"data must be one of {', '.join(_DATA)} for a GAN, got {settings.data!r}")
     data = load_data(settings.data, root=options.data_root, download=options.download)
     assert isinstance(data, ImageArrays)
     return data.hold_out(settings.hold_out) if settings.hold_out else data

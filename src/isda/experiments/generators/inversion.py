@@ -1,6 +1,5 @@
 """Features back to pixels (Appendix C), and what an independent classifier sees in the pictures."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ from torch import Tensor
 
 from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_text, writing
+from isda.experiments.files import write_json, writing
 from isda.experiments.generators.feature_moves import (
     choose_samples,
     draw_moves,
     random_moves,
     strength_of,
 )
-from isda.experiments.generators.gan_settings import require
 from isda.experiments.generators.gan_step import to_bytes, to_unit
 from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import create_generator, train_decoder
@@ -25,6 +23,7 @@ from isda.experiments.generators.latent_search import LatentSearch, normalized, 
 from isda.experiments.generators.pictures import write_grid
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
+from isda.experiments.recipe_checks import require
 
 __all__ = ["show_inversion"]
 
@@ -66,8 +65,9 @@ def show_inversion(
     strength = strength_of(classifier, strength)
     data = classifier.data
     trained = generator is not None
-    require(trained or settings.start == "decoder", "start", settings.start,
-            "decoder without a generator")  # fmt: skip
+    require(
+        settings, "start", trained or settings.start == "decoder", "decoder without a generator"
+    )
     if generator is None:
         generator = create_generator(classifier, seed)
     generator.require_fit(
@@ -139,7 +139,7 @@ def show_inversion(
         "step_1_loss": float(step_1.median()),
         "pictures": pictures,
     }
-    write_text(out / "inversion.json", json.dumps(result, indent=2) + "\n")
+    write_json(out / "inversion.json", result)
     return result
 
 

@@ -1,8 +1,9 @@
 """Settings of the inversion (Appendix C)."""
 
 from dataclasses import dataclass
+from functools import partial
 
-from isda.experiments.generators.gan_settings import require
+from isda.experiments.recipe_checks import require
 
 __all__ = ["InversionSettings"]
 
@@ -39,11 +40,11 @@ class InversionSettings:
     """Weight decay of the latents."""
 
     def __post_init__(self) -> None:
+        check = partial(require, self)
         for field in ("draws", "restarts", "iterations", "decoder_steps"):
-            require(getattr(self, field) >= 1, field, getattr(self, field), ">= 1")
-        require(self.start in ("random", "decoder"), "start", self.start, "random or decoder")
-        require(self.eta >= 0, "eta", self.eta, ">= 0")
-        rates = self.learning_rates
-        require(all(rate > 0 for rate in rates), "learning_rates", rates, "> 0")
-        require(0 <= self.momentum < 1, "momentum", self.momentum, ">= 0 and < 1")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, ">= 0")
+            check(field, getattr(self, field) >= 1, ">= 1")
+        check("start", self.start in ("random", "decoder"), "random or decoder")
+        check("eta", self.eta >= 0, ">= 0")
+        check("learning_rates", all(rate > 0 for rate in self.learning_rates), "> 0")
+        check("momentum", 0 <= self.momentum < 1, ">= 0 and < 1")
+        check("weight_decay", self.weight_decay >= 0, ">= 0")

@@ -19,6 +19,7 @@ from isda.experiments.generators.gan_step import to_unit
 from isda.experiments.generators.latent_search import normalized, with_codes
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
+from isda.experiments.networks.network import seeded
 from isda.experiments.training.progress import show_progress
 
 __all__ = ["LatentDecoder", "create_generator", "train_decoder"]
@@ -49,8 +50,7 @@ def create_generator(classifier: TrainedClassifier, seed: int = 0) -> TrainedGen
     """A generator with the architecture of CGAN and initial weights, for :func:`train_decoder`."""
     data, shape = classifier.data, tuple(classifier.data.image_shape)
     settings = replace(get_gan("cgan"), data=data.name)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         network = Generator(settings, data.num_classes, shape)
     return TrainedGenerator(settings, data.num_classes, shape, [network.to(classifier.device)])
 
@@ -77,8 +77,7 @@ def train_decoder(
         progress: show a progress bar.
     """
     data, device = classifier.data, classifier.device
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded(seed):
         decoder = LatentDecoder(
             classifier.network.num_features, data.num_classes, generator.settings.noise
         ).to(device)

@@ -1,6 +1,5 @@
 """Real images for augmented features: the training images nearest to them; no generator needed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_text, writing
+from isda.experiments.files import write_json, writing
 from isda.experiments.generators.feature_moves import (
     as_long_as,
     choose_samples,
@@ -118,7 +117,7 @@ def show_neighbours(
             for name, index in found.items()
         },
     }
-    write_text(out / "neighbours.json", json.dumps(result, indent=2) + "\n")
+    write_json(out / "neighbours.json", result)
     return result
 
 

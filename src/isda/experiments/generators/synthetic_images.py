@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isda.experiments.data import counter_rng
-from isda.experiments.data.arrays import ImageArrays, epoch_order
+from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.errors import InputError
 from isda.experiments.generators.gan_folder import GanFolder
 from isda.experiments.generators.trained_generator import TrainedGenerator, load_generator
@@ -55,7 +55,7 @@ class SyntheticImages:
         )
         order = torch.empty_like(self.target)
         number = len(self) - self._real
-        order[~self._is_synthetic] = epoch_order(self._real, key)
+        order[~self._is_synthetic] = counter_rng.permutation(self._real, key)
         shuffled = counter_rng.permutation(number, counter_rng.fold(key, _SHUFFLE))
         order[self._is_synthetic] = self._real + shuffled
         return order

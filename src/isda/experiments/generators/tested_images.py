@@ -10,7 +10,7 @@ from isda.experiments.data.folder_cache import decode_folder
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.settings import Options
-from isda.experiments.training.groups import Plan, own_images
+from isda.experiments.training.groups import Plan, images_of_run
 from isda.experiments.training.images import decode_readable, normalised
 
 __all__ = ["load_tested_images"]
@@ -29,7 +29,7 @@ def load_tested_images(plan: Plan, options: Options, device: torch.device) -> Im
         if isinstance(data, FolderImages):
             return _center_crops(data, plan, options, device)
         held = plan.recipe.hold_out
-        own = own_images(data.hold_out(held) if held else data, plan)
+        own = images_of_run(data.hold_out(held) if held else data, plan)
         assert isinstance(own, ImageArrays)
         return own.to(device)
 

@@ -1,5 +1,6 @@
 """A trained generator: images of given classes from latents."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
-from isda.experiments.generators.gan_folder import GanFolder, weights_digest
+from isda.experiments.generators.gan_folder import GanFolder
 from isda.experiments.generators.gan_networks import Generator
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.generators.gan_step import GanLane, draw_latent, to_bytes
@@ -53,8 +54,15 @@ class TrainedGenerator(nn.Module):
 
     @property
     def digest(self) -> int:
-        """A number that changes with any weight."""
-        return weights_digest([network.state_dict() for network in self.networks])
+        """A number of 48 bits that changes with any weight."""
+        digest = hashlib.sha256()
+        for network in self.networks:
+            for name, tensor in network.state_dict().items():
+                digest.update(name.encode())
+                digest.update(
+                    tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                )
+        return int.from_bytes(digest.digest()[:6], "big")
 
     def state(self) -> dict[str, Any]:
         """What ``generator.pt`` holds besides settings and epochs."""

@@ -4,7 +4,6 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,7 +43,7 @@ class Batch(NamedTuple):
         """Number of samples on lower ranks, including ignored ones."""
         if self.world == 1:
             return 0
-        rank = dist.get_rank()
+        rank = distributed.rank(None)
         sizes = torch.zeros(self.world, dtype=torch.int64, device=self.target.device)
         sizes[rank] = len(self.target)
         return distributed.sum_over_ranks(sizes)[:rank].sum()

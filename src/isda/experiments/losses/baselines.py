@@ -31,7 +31,6 @@ __all__ = [
     "DisturbLabelLoss",
     "FocalLoss",
     "LabelSmoothingLoss",
-    "LargeMarginLoss",
     "LqLoss",
     "center_loss",
     "center_update",

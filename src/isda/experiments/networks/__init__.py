@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from isda.experiments.errors import InputError, unknown
-from isda.experiments.networks.network import Network
+from isda.experiments.networks.network import Network, seeded
 from isda.experiments.networks.pretrained import LoadedWeights, Preprocessing, find_weights
 from isda.experiments.networks.stochastic import bind_key
 
@@ -96,8 +96,7 @@ def create_network(
             raise InputError(f"{option} of {name} must be {default}, got {value}")
 
     seed = torch.randint(2**63 - 1, (), generator=generator, device="cpu").item()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(seed))
+    with seeded(int(seed)):
         return builder(num_classes=num_classes, **options)
 
 
@@ -111,7 +110,7 @@ def own_image_size(name: str) -> int | None:
 
 
 def own_preprocessing(name: str) -> Preprocessing | None:
-    """How the images of the pretrained weights were prepared; None if nobody knows."""
+    """How the images of the pretrained weights were prepared; None if unknown."""
     kind, _, model = name.partition(":")
     if kind == "timm":
         from isda.experiments.networks.timm_network import preprocessing  # slow to import
@@ -159,16 +158,11 @@ def _builder(name: str) -> Callable[..., Network]:
 
         return partial(TimmNetwork, model)
     if colon:
-        from isda.experiments.networks.wrapped import (  # slow to import
-            create_own,
-            create_torchvision,
-        )
+        from isda.experiments.networks import wrapped  # slow to import
 
-        return (
-            partial(create_torchvision, model)
-            if kind == "torchvision"
-            else partial(create_own, name)
-        )
+        if kind == "torchvision":
+            return partial(wrapped.create_torchvision, model)
+        return partial(wrapped.create_own, name)
     if name not in NETWORKS:
         raise unknown("network", name, NETWORKS)
     module = import_module(f"isda.experiments.networks.{NETWORKS[name]}")  # torchvision is slow

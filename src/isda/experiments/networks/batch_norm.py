@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from isda import distributed
 
 __all__ = ["synchronize_batch_norm"]
 
@@ -33,8 +34,7 @@ class _RankedBatchNorm2d(nn.BatchNorm2d):
         assert self.num_batches_tracked is not None
         assert self.momentum is not None
         x = input.float()  # moments in float32, also for bfloat16 images
-        number = x.new_tensor(float(x.numel() // x.shape[1]))
-        dist.all_reduce(number)
+        number = distributed.sum_over_ranks(x.new_tensor(float(x.numel() // x.shape[1])))
         if number <= 1:  # as in torch
             raise ValueError("Expected more than 1 value per channel when training")
         mean = _SumOverRanks.apply(x.sum((0, 2, 3))) / number  # (C,)
@@ -63,12 +63,8 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        dist.all_reduce(tensor)
-        return tensor
+        return distributed.sum_over_ranks(tensor.clone())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        grad = grads[0].clone()
-        dist.all_reduce(grad)
-        return grad
+        return distributed.sum_over_ranks(grads[0].clone())

@@ -4,15 +4,25 @@ Initialisation follows the authors' code: convolutions N(0, 2 / fan), batch norm
 layers with torch's default.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from isda.experiments.networks.narrow_convolution import NarrowConv2d
 from isda.experiments.networks.pretrained import LoadedWeights
 
-__all__ = ["ConvNetwork", "Network", "conv", "initialise_convolutions", "stages"]
+__all__ = [
+    "ConvNetwork",
+    "Network",
+    "conv",
+    "initialise_convolutions",
+    "projection",
+    "seeded",
+    "stages",
+]
 
 Fan = Literal["fan_in", "fan_out"]
 
@@ -91,6 +101,15 @@ def conv(
     )
 
 
+def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
+    """Shortcut where the shape changes, a 1×1 convolution with batch norm; None elsewhere."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Sequential(
+        conv(in_channels, out_channels, 1, stride=stride), nn.BatchNorm2d(out_channels)
+    )
+
+
 def stages(
     block: Callable[[int, int, int], nn.Module], in_channels: int, widths: Sequence[int], depth: int
 ) -> nn.Sequential:
@@ -104,6 +123,14 @@ def stages(
         result.append(nn.Sequential(first, *(block(width, width, 1) for _ in range(depth - 1))))
         in_channels = width
     return result
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator, which draws initial weights; its state is restored afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def initialise_convolutions(module: nn.Module, fan: Fan = "fan_out") -> None:

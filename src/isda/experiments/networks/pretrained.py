@@ -18,8 +18,7 @@ from urllib.parse import urlparse
 import torch
 from torch import Tensor, nn
 
-from isda.experiments.data.decoding import few, one_line
-from isda.experiments.errors import InputError, reason
+from isda.experiments.errors import InputError, few, one_line, reason
 
 __all__ = [
     "LoadedWeights",
@@ -195,14 +194,12 @@ def _is_torch_file(path: Path) -> bool:
 
 def _timm_file(name: str, *, download: bool) -> Path | None:
     """File of a timm model in the cache of the Hugging Face hub, or of torch.hub."""
-    import timm
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    try:
-        found = timm.get_pretrained_cfg(name)
-    except RuntimeError:  # the tag belongs to another model
-        found = None
+    from isda.experiments.networks.timm_network import pretrained_settings  # imports this module
+
+    found = pretrained_settings(name)
     if found is None or not (found.hf_hub_id or found.url):
         raise InputError(
             f"timm has no pretrained weights of {name}: give a file with --weights PATH"
@@ -236,7 +233,7 @@ def _torchvision_file(name: str, *, download: bool) -> Path | None:
 
 
 def _hub_file(url: str, *, download: bool) -> Path | None:
-    """File of an address in the cache of torch.hub."""
+    """File of a URL in the cache of torch.hub."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / os.path.basename(urlparse(url).path)
     if path.is_file():
         return path

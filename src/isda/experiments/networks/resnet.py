@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda.experiments.networks.network import ConvNetwork, conv, stages
+from isda.experiments.networks.network import ConvNetwork, conv, projection, stages
 from isda.experiments.networks.stochastic import Dropout
 
 __all__ = ["BasicBlock", "SqueezeExcitation", "resnet8", "resnet32", "resnet110", "se_resnet110"]
@@ -55,11 +55,7 @@ class BasicBlock(nn.Module):
         self.conv2 = conv(out_channels, out_channels)
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.se = SqueezeExcitation(out_channels, reduction) if reduction else None
-        self.shortcut = None
-        if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(
-                conv(in_channels, out_channels, 1, stride=stride), nn.BatchNorm2d(out_channels)
-            )
+        self.shortcut = projection(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         residual = F.relu(self.bn1(self.conv1(x)), inplace=True)

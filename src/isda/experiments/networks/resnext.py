@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda.experiments.networks.network import ConvNetwork, conv, stages
+from isda.experiments.networks.network import ConvNetwork, conv, projection, stages
 
 __all__ = ["GroupedBottleneck", "resnext29_8x64d"]
 
@@ -33,11 +33,7 @@ class GroupedBottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = conv(width, out_channels, 1)
         self.bn3 = nn.BatchNorm2d(out_channels)
-        self.shortcut = None
-        if stride != 1 or in_channels != out_channels:
-            self.shortcut = nn.Sequential(
-                conv(in_channels, out_channels, 1, stride=stride), nn.BatchNorm2d(out_channels)
-            )
+        self.shortcut = projection(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         residual = F.relu(self.bn1(self.conv1(x)), inplace=True)

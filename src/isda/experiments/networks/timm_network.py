@@ -20,7 +20,7 @@ from isda.experiments.networks.pretrained import (
 )
 from isda.experiments.networks.stochastic import Dropout, replace_random_layers
 
-__all__ = ["TimmNetwork", "image_size", "preprocessing"]
+__all__ = ["TimmNetwork", "image_size", "preprocessing", "pretrained_settings"]
 
 
 class TimmNetwork(Network):
@@ -108,7 +108,7 @@ class TimmNetwork(Network):
 
     def _converted(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor] | None:
         """Tensors of another code base with timm's names; None if timm cannot convert them."""
-        found = timm.get_pretrained_cfg(self.name)
+        found = pretrained_settings(self.name)
         if found is None or in_channels != 3:  # then timm would not say what it leaves out
             return None
         try:
@@ -124,21 +124,23 @@ class TimmNetwork(Network):
         return result
 
 
-def image_size(name: str) -> int | None:
-    """Image size that a model was designed for; None if timm does not know the name."""
+def pretrained_settings(name: str) -> Any:
+    """What timm says about the pretrained weights of a name; None if it does not know the name."""
     try:
-        configuration = timm.get_pretrained_cfg(name)
+        return timm.get_pretrained_cfg(name)
     except RuntimeError:  # the tag belongs to another model
         return None
-    return None if configuration is None else configuration.input_size[-1]
+
+
+def image_size(name: str) -> int | None:
+    """Image size that a model was designed for; None if timm does not know the name."""
+    found = pretrained_settings(name)
+    return None if found is None else found.input_size[-1]
 
 
 def preprocessing(name: str) -> Preprocessing:
     """How the images were prepared that a model was pretrained on."""
-    try:
-        found = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-    except RuntimeError:  # the tag belongs to another model
-        found = None
+    found = pretrained_settings(name) if timm.is_model(name) else None
     if found is None:
         raise unknown("timm model", name, [*timm.list_models(), *timm.list_pretrained()])
     side = found.input_size[-1]

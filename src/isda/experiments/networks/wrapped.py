@@ -145,9 +145,9 @@ def create_own(
     """
     function = own_function(spec)
     takes = inspect.signature(function).parameters.values()
-    every = any(one.kind is one.VAR_KEYWORD for one in takes)
-    options = {"in_channels": in_channels} if every or _named("in_channels", takes) else {}
-    if not options and in_channels != 3:
+    accepted = any(one.name == "in_channels" or one.kind is one.VAR_KEYWORD for one in takes)
+    options = {"in_channels": in_channels} if accepted else {}
+    if not accepted and in_channels != 3:
         raise InputError(f"{spec} must take in_channels for images with {in_channels} channels")
     try:
         model = function(num_classes=num_classes, **options)
@@ -185,8 +185,7 @@ def own_function(spec: str) -> Callable[..., Any]:
 
 def torchvision_weights(name: str) -> Any:
     """The default pretrained weights of a torchvision model: address and transforms."""
-    models = _torchvision(name)
-    return models.get_model_weights(name).DEFAULT
+    return _torchvision(name).get_model_weights(name).DEFAULT
 
 
 def torchvision_preprocessing(name: str) -> Preprocessing:
@@ -256,7 +255,3 @@ def _head(name: str, model: nn.Module, num_classes: int) -> nn.Linear:
             f"in one with {head.out_features}"
         )
     return head
-
-
-def _named(name: str, parameters: Any) -> bool:
-    return any(one.name == name for one in parameters)

@@ -149,7 +149,8 @@ def _summary(runs: Iterable[Run], prefix: str) -> str:
         for quantity in QUANTITIES[1:]:
             change = result.change(quantity)
             if change is not None and verdict(change) == "higher":
-                text = f"{result.title}: {_name(quantity)} {signed(change, quantity.digits)}"
+                name = quantity.title.removesuffix(", %")
+                text = f"{result.title}: {name} {signed(change, quantity.digits)}"
                 found.setdefault("worse", []).append(escape_markdown(text))
         text = f"{result.title}: {signed(result.difference)}"
         found.setdefault(verdict(result.difference), []).append(escape_markdown(text))
@@ -260,11 +261,6 @@ def _cell(side: Side, quantity: Quantity) -> str:
     if not side.values(quantity.value):
         return DASH
     return side.estimate(quantity).format(quantity.digits)
-
-
-def _name(quantity: Quantity) -> str:
-    """Name of a quantity without its unit."""
-    return quantity.title.removesuffix(", %")
 
 
 _TITLES = [quantity.title for quantity in QUANTITIES]

@@ -20,6 +20,7 @@ from isda.experiments.report.intervals import (
 from isda.experiments.report.sides import (
     ERROR,
     QUANTITIES,
+    SPEED,
     Quantity,
     Side,
     create_side,
@@ -143,7 +144,7 @@ def strengths(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[flo
     baselines: dict[Recipe, Side] = {}
     groups: dict[Recipe, dict[float, Side]] = {}  # by recipe without λ₀
     for side in sorted((create_side(finished, name) for name in names), key=recipe_order):
-        same = replace(side.recipe, lambda_0=0.0, channels_last=False, compile=False)
+        same = replace(side.recipe, lambda_0=0.0, **SPEED)
         if side.recipe.method == "ce":
             baselines.setdefault(same, side)
         elif side.recipe.lambda_0 > 0:
@@ -168,8 +169,7 @@ def data_sizes(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[in
         recipe = result.method.recipe
         number = recipe.images_per_class or _IMAGES_PER_CLASS.get(recipe.data, 0)
         if number:
-            same = replace(recipe, images_per_class=0, batch_size=1, channels_last=False,
-                           compile=False)  # fmt: skip
+            same = replace(recipe, images_per_class=0, batch_size=1, **SPEED)
             groups.setdefault(same, {}).setdefault(number, result)
     found = []
     for group in groups.values():

@@ -18,6 +18,7 @@ from isda.experiments.settings import GanName, Recipe
 __all__ = [
     "ERROR",
     "QUANTITIES",
+    "SPEED",
     "Quantity",
     "Side",
     "create_side",
@@ -45,6 +46,9 @@ QUANTITIES = (
     Quantity("ECE, %", 2, lambda result: None if result.ece is None else 100 * result.ece),
 )
 """Test error, negative log-likelihood and expected calibration error."""
+
+SPEED: dict[str, Any] = {"channels_last": False, "compile": False}
+"""Fields of a recipe that change only the speed, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +218,8 @@ def distinct(runs: Iterable[Run]) -> list[Run]:
 
 
 def same_training(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes differ at most in settings that change only the speed."""
-    return differing_fields(one, other).keys() <= {"channels_last", "compile"}
+    """Whether two recipes differ at most in the fields of ``SPEED``."""
+    return differing_fields(one, other).keys() <= SPEED.keys()
 
 
 def recipe_order(side: Side) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Device, process group and kernels of a training."""
+"""Device, process group, precision and kernels of a training."""
 
 import contextlib
 import os
@@ -10,9 +10,15 @@ import torch.distributed as dist
 
 from isda.experiments.errors import InputError
 from isda.experiments.files import writing
-from isda.experiments.settings import Options
+from isda.experiments.settings import Options, Recipe
 
-__all__ = ["choose_kernels", "join_processes", "keep_compiled_code"]
+__all__ = [
+    "autocast_of",
+    "choose_kernels",
+    "join_processes",
+    "keep_compiled_code",
+    "memory_format_of",
+]
 
 
 @contextlib.contextmanager
@@ -94,3 +100,13 @@ def choose_kernels(options: Options, device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+
+
+def autocast_of(recipe: Recipe, device: torch.device) -> torch.autocast:
+    """Context in which the network of a recipe is called."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
+
+
+def memory_format_of(recipe: Recipe) -> torch.memory_format:
+    """Memory format of images and weights."""
+    return torch.channels_last if recipe.channels_last else torch.contiguous_format

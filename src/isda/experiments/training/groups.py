@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -20,8 +21,8 @@ __all__ = [
     "MOST_SIDE_BY_SIDE",
     "Plan",
     "groups",
+    "images_of_run",
     "load_images",
-    "own_images",
     "same_steps",
     "whole_seeds",
 ]
@@ -38,6 +39,10 @@ class Plan:
     name: str
     recipe: Recipe
     seed: int
+
+    def folder(self, out: Path) -> Path:
+        """Folder of the run below ``out``."""
+        return out / self.name / str(self.seed)
 
 
 def groups(
@@ -68,7 +73,7 @@ def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
     return data.hold_out(recipe.hold_out) if recipe.hold_out else data
 
 
-def own_images(data: ImageArrays | DecodedImages, plan: Plan) -> ImageArrays | DecodedImages:
+def images_of_run(data: ImageArrays | DecodedImages, plan: Plan) -> ImageArrays | DecodedImages:
     """The images of a run: those drawn by its seed, if the recipe asks for it."""
     recipe = plan.recipe
     if not recipe.images_per_class:
@@ -116,7 +121,7 @@ def _side_by_side(
     expected = max(1, min(MOST_SIDE_BY_SIDE, 36_000_000 // parameters))
 
     def create_lanes(number: int) -> list[Lane]:
-        return [Lane(plan.recipe, plan.seed, own_images(data, plan), device)
+        return [Lane(plan.recipe, plan.seed, images_of_run(data, plan), device)
                 for plan in plans[:number]]  # fmt: skip
 
     width = fastest_width(plans[0].recipe, len(plans), expected, create_lanes, options, device)

@@ -13,14 +13,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from isda.experiments.data.arrays import ImageArrays, load_data, normalize
-from isda.experiments.data.decoding import UnreadableFiles, few, one_line
+from isda.experiments.data.decoding import UnreadableFiles
 from isda.experiments.data.features import FeatureArrays, batched
 from isda.experiments.data.folder_cache import DecodedImages, center_crops, decode_folder
 from isda.experiments.data.folders import FolderImages
-from isda.experiments.errors import InputError, as_input_error
+from isda.experiments.errors import InputError, as_input_error, few, one_line
 from isda.experiments.networks import Network, create_network, find_weights
 from isda.experiments.networks.probe import Backbone
 from isda.experiments.settings import Options, Recipe
+from isda.experiments.training.device import autocast_of, memory_format_of
 
 __all__ = [
     "ImageStore",
@@ -245,13 +246,13 @@ def _features(
         generator=torch.Generator().manual_seed(0),
         weights=find_weights(recipe.network, recipe.weights),
     )
-    layout = torch.channels_last if recipe.channels_last else torch.contiguous_format
+    layout = memory_format_of(recipe)
     network.requires_grad_(False).eval().to(device).to(memory_format=layout)
     require_fit(network, recipe, data.image_shape, device)
 
     def features(images: Tensor) -> Tensor:
         scaled = normalize(images.to(device), data.mean, data.std).contiguous(memory_format=layout)
-        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.precision == "bf16"):
+        with autocast_of(recipe, device):
             return network.forward_features(scaled).float()
 
     targets = (data.train_target, data.test_target)

@@ -31,7 +31,7 @@ from isda.experiments.training.device import choose_kernels, join_processes, kee
 from isda.experiments.training.divergence import divergence_message, why_diverged
 from isda.experiments.training.environment import environment
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
-from isda.experiments.training.groups import Plan, groups, own_images, same_steps, whole_seeds
+from isda.experiments.training.groups import Plan, groups, images_of_run, same_steps, whole_seeds
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.memory import is_out_of_memory, peak_of_runs
 from isda.experiments.training.parallel import train_in_processes
@@ -161,21 +161,27 @@ class _Training:
             return False
         for number in part:
             if number not in self.failures:
-                plan = self.plans[number]
-                folder = self.options.out / plan.name / str(plan.seed)
+                folder = self.plans[number].folder(self.options.out)
                 self.failures.add(number, f"{folder}: {reason}")
         return True
 
     def _lane(self, plan: Plan, images: ImageArrays | DecodedImages) -> Lane:
         generator = generator_of(plan.recipe, images, self.options, self.device)
-        options: Any = {"device": self.device, "rank": self.rank, "world": self.world}
-        return Lane(plan.recipe, plan.seed, images, generator=generator, **options)
+        return Lane(
+            plan.recipe,
+            plan.seed,
+            images,
+            self.device,
+            rank=self.rank,
+            world=self.world,
+            generator=generator,
+        )
 
     def _train_group(self, group: list[int]) -> None:
         start_up = StartUp()
         plans = [self.plans[number] for number in group]
         data = self._images.get(plans[0].recipe, self.options, self.device)
-        lanes = [self._lane(plan, own_images(data, plan)) for plan in plans]
+        lanes = [self._lane(plan, images_of_run(data, plan)) for plan in plans]
         if self._begin is not None:
             with together():
                 if self.rank == 0:

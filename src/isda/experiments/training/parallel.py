@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
-from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     A run that fails does not stop the others, but an input error or a full disk does: then the runs
     that have started are finished, and no others are started.
     """
-    folders = [options.out / plan.name / str(plan.seed) for plan in plans]
+    folders = [plan.folder(options.out) for plan in plans]
     if not options.resume:
         require_free(folders)
     failures = Failures(len(plans))
@@ -44,8 +43,8 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
     context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
     workers, first = min(options.processes, len(plans)), context.Semaphore(1)
     with ProcessPoolExecutor(workers, context, _begin, (first,)) as pool:
-        data = PurePath(plans[0].recipe.data.removeprefix("imagefolder:")).name
-        label = f"{data} {plans[0].recipe.network}, {options.processes} processes"
+        recipe = plans[0].recipe
+        label = f"{recipe.data_name} {recipe.network}, {options.processes} processes"
         try:
             with _no_interrupts():
                 numbers = {pool.submit(_train, plan, options): number
@@ -69,7 +68,8 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
         except BaseException as error:
             pool.shutdown(cancel_futures=True)
             if isinstance(error, TimeUp):
-                raise time_up([*map(RunFolder, filter(_exists, folders))], options) from None
+                begun = [folder for folder in folders if (folder / "config.json").exists()]
+                raise time_up([*map(RunFolder, begun)], options) from None
             raise
     done = [RunFolder(folder) for n, folder in enumerate(folders) if n not in failures]
     failures.raise_if_any(done)
@@ -79,9 +79,6 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
 @contextlib.contextmanager
 def _no_interrupts() -> Iterator[None]:
     """Block SIGINT, also in processes that are started here, until they have imported torch."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -89,17 +86,12 @@ def _no_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _exists(folder: Path) -> bool:
-    return (folder / "config.json").exists()
-
-
 _images = contextlib.ExitStack()  # of a process
 
 
 def _begin(first: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it; checkpoints are intact
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(1)
     _images.enter_context(kept_images()).first = first  # all runs of this process load them once
     threading.Thread(target=_exit_with_parent, daemon=True).start()
@@ -123,5 +115,4 @@ def _train(plan: Plan, options: Options) -> None:
     except (InputError, TimeUp):
         raise
     except Exception as error:  # of this run
-        folder = options.out / plan.name / str(plan.seed)
-        raise RunError(f"{folder}: {reason_of(error)}") from error
+        raise RunError(f"{plan.folder(options.out)}: {reason_of(error)}") from error

@@ -12,7 +12,7 @@ from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.predictions import Predictions
 from isda.experiments.settings import Options, Recipe
-from isda.experiments.training.groups import Plan, load_images, own_images
+from isda.experiments.training.groups import Plan, images_of_run, load_images
 from isda.experiments.training.images import kept_images
 from isda.experiments.training.training_step import Lane
 
@@ -51,7 +51,7 @@ def thumbnails(
     if isinstance(images, FolderImages):
         decoded = {i: decode_image(images.test_files[i]).numpy() for i in indices}
         return {i: _png(Image.fromarray(pixels)) for i, pixels in decoded.items()}
-    own = own_images(images, Plan("", recipe, seed))
+    own = images_of_run(images, Plan("", recipe, seed))
     assert isinstance(own, ImageArrays)
     pixels = own.test_images.permute(0, 2, 3, 1).cpu().numpy()
     return {i: _png(Image.fromarray(pixels[i].squeeze())) for i in indices}

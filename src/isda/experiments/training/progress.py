@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -43,8 +42,8 @@ def label_of(lanes: Sequence[Lane]) -> str:
     for lane in lanes:
         methods.setdefault(lane.recipe.method, []).append(str(lane.seed))
     runs = ", ".join(f"{method} seed {' '.join(seeds)}" for method, seeds in methods.items())
-    data = PurePath(lanes[0].recipe.data.removeprefix("imagefolder:")).name
-    label = f"{data} {lanes[0].recipe.network}, {runs}"
+    recipe = lanes[0].recipe
+    label = f"{recipe.data_name} {recipe.network}, {runs}"
     if isinstance(lanes[0].data, DecodedImages):
         label += f", {lanes[0].data.place}"
     return label

@@ -6,7 +6,7 @@ them, and truncated to the checkpoint on resume.
 """
 
 import contextlib
-import json
+import fcntl
 import os
 import warnings
 import zipfile
@@ -16,13 +16,8 @@ from typing import IO, Any, Self
 
 import torch
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 from isda.experiments.errors import InputError, RunError, RunLocked, reason
-from isda.experiments.files import sync_folder, write_bytes, write_text, writing
+from isda.experiments.files import sync_folder, write_bytes, write_json, writing
 from isda.experiments.metrics_lines import config_checksum, require_metrics, sealed
 from isda.experiments.networks import LoadedWeights
 from isda.experiments.recipe_checks import differing_fields
@@ -30,7 +25,14 @@ from isda.experiments.records import Run, read_recipe, require_name, summary
 from isda.experiments.settings import Recipe
 from isda.experiments.training.environment import environment
 
-__all__ = ["RunFolder", "locked", "read_checkpoint", "require_free"]
+__all__ = [
+    "RunFolder",
+    "locked",
+    "read_checkpoint",
+    "require_free",
+    "write_checkpoint",
+    "write_config",
+]
 
 
 class RunFolder(Run):
@@ -70,7 +72,7 @@ class RunFolder(Run):
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
             config = {"name": name, "seed": seed, "recipe": recipe.as_dict()}
-            _write_config(folder, {**config, "environments": [here]})
+            write_config(folder / "config.json", {**config, "environments": [here]})
             return cls(folder)
         run = cls(folder)
         changed = differing_fields(run.recipe, recipe)
@@ -85,7 +87,8 @@ class RunFolder(Run):
                                if before.get(key) != here[key])  # fmt: skip
             warnings.warn(f"{folder} resumes in a different environment: {fields}", stacklevel=2)
             run.environments.append(here)
-            _write_config(folder, {**run._config, "environments": run.environments})
+            config = {**run._config, "environments": run.environments}
+            write_config(folder / "config.json", config)
         return run
 
     def record_weights(self, weights: LoadedWeights | None) -> None:
@@ -99,7 +102,7 @@ class RunFolder(Run):
         before = self._config.get("weights")
         if before is None:
             self._config["weights"] = weights.as_dict()
-            _write_config(self.folder, self._config)
+            write_config(self.folder / "config.json", self._config)
         elif before["sha256"] != weights.sha256:
             raise InputError(
                 f"{self.folder} was started from weights with SHA-256 {before['sha256']}, but "
@@ -157,10 +160,7 @@ class RunFolder(Run):
         state = {**state, "recipe": self.recipe.as_dict(), "seed": self.seed}
         new = self.folder / "checkpoint.new.pt"
         with writing(new, temporary=new, keep=self._checkpoints):
-            with open(new, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
+            write_checkpoint(new, state)
             if self._trusted and self._checkpoints[0].exists():
                 os.replace(*self._checkpoints)
             os.replace(new, self._checkpoints[0])
@@ -269,8 +269,7 @@ def _lock_file(folder: Path) -> IO[str]:
             folder.mkdir(parents=True, exist_ok=True)
             file = open(path, "a")  # noqa: SIM115 - returned
         try:
-            if fcntl is not None:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.close()
             raise RunLocked(f"{folder} is being trained by another process") from error
@@ -296,6 +295,19 @@ def require_free(folders: Iterable[Path]) -> None:
                 )
 
 
+def write_config(path: Path, config: dict[str, Any]) -> None:
+    """Write the config of a run or a GAN, with its checksum."""
+    write_json(path, {**config, "check": config_checksum(config)})
+
+
+def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint and flush it to disk."""
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Load a checkpoint on the CPU after comparing the checksums in the file."""
     with zipfile.ZipFile(path) as archive:
@@ -315,8 +327,3 @@ _NAMES = (
     "checkpoint.pt",
     "checkpoint.previous.pt",
 )
-
-
-def _write_config(folder: Path, config: dict[str, Any]) -> None:
-    config = {**config, "check": config_checksum(config)}
-    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")

@@ -11,10 +11,8 @@ from torch import Tensor
 from isda.experiments.data import counter_rng
 from isda.experiments.data.arrays import (
     ImageArrays,
-    epoch_order,
     normalize,
     rank_slice,
-    steps_per_epoch,
 )
 from isda.experiments.data.augmentation import Augmentation, create_augmentation
 from isda.experiments.data.batch_feed import BatchFeed
@@ -30,6 +28,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.generators.synthetic_images import SyntheticImages
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Recipe
+from isda.experiments.training.device import memory_format_of
 
 __all__ = ["RunImages", "compile_once"]
 
@@ -82,7 +81,7 @@ class RunImages:
             mean=data.mean,
             std=data.std,
             dtype=torch.bfloat16 if recipe.precision == "bf16" else torch.float32,
-            layout=torch.channels_last if recipe.channels_last else torch.contiguous_format,
+            layout=memory_format_of(recipe),
         )
         if isinstance(data, FeatureArrays):
             self._normalize = partial(torch.Tensor.contiguous)
@@ -104,16 +103,21 @@ class RunImages:
         """Whether the images are not on the device: :meth:`load` must precede every step."""
         return self._feed is not None
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches in an epoch, including a smaller last one."""
+        return -(-self.number // self.recipe.batch_size)
+
     def batch_sizes(self) -> Iterator[int]:
         """Batch size of every step of an epoch, over all ranks; the last one may be smaller."""
-        for step in range(steps_per_epoch(self.number, self.recipe.batch_size)):
+        for step in range(self.steps_per_epoch):
             yield min(self.recipe.batch_size, self.number - step * self.recipe.batch_size)
 
     def begin_epoch(self, epoch: int) -> None:
         """Draw the order, and run the augmentation that is done once per epoch."""
         key = counter_rng.fold(self.order_key, epoch)
         if self._synthetic is None:
-            self._order.copy_(epoch_order(self.number, key))
+            self._order.copy_(counter_rng.permutation(self.number, key))
         else:
             self._order.copy_(self._synthetic.begin_epoch(key))
         if self._feed is not None:

@@ -23,6 +23,7 @@ from isda.experiments.training.training_step import Lane
 __all__ = ["CapturedSteps", "SideBySide", "graph_sizes"]
 
 _STEPS = 8  # steps per graph
+_TIMED = 4  # graphs whose time is measured
 
 
 class _Steps(Protocol):
@@ -145,15 +146,15 @@ class SideBySide(CapturedSteps[Lane]):
                     lane.images.load()
                 self.run(self._step(size), times=times)
 
-    def seconds_per_step(self, size: int, *, rows: int = 4) -> float:
-        """Time of one step of all lanes, over ``rows`` graphs after the first; trains the lanes."""
+    def seconds_per_step(self, size: int) -> float:
+        """Time of one step of all lanes, over some graphs after the first; trains the lanes."""
         for lane in self.lanes:
             lane.begin_epoch()
         self.run(self._step(size), times=_STEPS)  # capture
         began = self._clock()
-        for _ in range(rows):
+        for _ in range(_TIMED):
             self.run(self._step(size), times=_STEPS)
-        return (self._clock() - began) / (rows * _STEPS)
+        return (self._clock() - began) / (_TIMED * _STEPS)
 
     def evaluate(self) -> list[list[float]]:
         """Training loss of the epoch and ``Lane.results`` of every lane; synchronises."""

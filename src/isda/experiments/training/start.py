@@ -32,9 +32,8 @@ def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolde
     for number, plan in enumerate(plans):
         if plan.recipe.data.startswith("imagefolder:"):
             continue  # the images may have changed
-        folder = options.out / plan.name / str(plan.seed)
         with contextlib.suppress(InputError, OSError):  # reported when the run is resumed
-            run = RunFolder(folder)
+            run = RunFolder(plan.folder(options.out))
             if run.recipe != plan.recipe or not summary(run).finished:
                 continue
             state = run.load(lambda state: state["epoch"])  # an exported record has none
@@ -47,7 +46,7 @@ def records_of(plan: Plan, *folders: Path) -> list[Run]:
     """Finished runs of a plan in folders of runs or records, with the same recipe."""
     found: list[Run] = []
     for folder in folders:
-        path = folder / plan.name / str(plan.seed)
+        path = plan.folder(folder)
         if (path / "config.json").exists():
             found += load_runs(path.parent)
     return [run for run in found if run.seed == plan.seed and summary(run).finished
@@ -57,7 +56,7 @@ def records_of(plan: Plan, *folders: Path) -> list[Run]:
 def adopt_records(plans: Sequence[Plan], records: Path, out: Path) -> None:
     """Copy finished runs from a folder of records to that of the runs, unless they are there."""
     for plan in plans:
-        if not (out / plan.name / str(plan.seed)).exists():
+        if not plan.folder(out).exists():
             for run in records_of(plan, records):
                 export(run, out)
 
@@ -83,19 +82,20 @@ def create_folders(
     """Create and lock the run folders; an input error leaves no folders behind."""
     require_fit(lane)
     if not options.resume:
-        require_free(options.out / plan.name / str(plan.seed) for plan in plans)
-    for number in waiting:
-        locks.enter_context(locked(options.out, plans[number].name, plans[number].seed))
+        require_free(plan.folder(options.out) for plan in plans)
+    found = {number: plans[number] for number in waiting}
+    for plan in found.values():
+        locks.enter_context(locked(options.out, plan.name, plan.seed))
     return {
         number: RunFolder.create(
             options.out,
-            plans[number].name,
-            plans[number].recipe,
-            plans[number].seed,
+            plan.name,
+            plan.recipe,
+            plan.seed,
             device=lane.device,
             resume=options.resume,
         )
-        for number in waiting
+        for number, plan in found.items()
     }
 
 

@@ -223,7 +223,7 @@ class _Bench:
             began = time.perf_counter()
             runner.train_epoch()
             self._synchronize()
-            return (time.perf_counter() - began) / len(list(self._lane.images.batch_sizes()))
+            return (time.perf_counter() - began) / self._lane.images.steps_per_epoch
 
     @contextlib.contextmanager
     def _using(self, criterion: nn.Module) -> Iterator[None]:

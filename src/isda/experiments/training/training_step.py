@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from isda import distributed
-from isda.experiments.data.arrays import ImageArrays, rank_slice, steps_per_epoch
+from isda.experiments.data.arrays import ImageArrays, rank_slice
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
@@ -22,8 +22,10 @@ from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network, bind_key, create_network, find_weights
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
+from isda.experiments.networks.network import seeded
 from isda.experiments.networks.probe import Probe
 from isda.experiments.settings import Recipe
+from isda.experiments.training.device import autocast_of, memory_format_of
 from isda.experiments.training.images import data_size, require_same_images
 from isda.experiments.training.memory import create_on, host_memory, is_out_of_memory
 from isda.experiments.training.metrics import classification_metrics, classified
@@ -100,8 +102,7 @@ class Lane:
     def create_network(recipe: Recipe, data: ImageArrays | DecodedImages, seed: int) -> Network:
         """Network of a recipe for a data set, with the initial weights of a seed."""
         if isinstance(data, FeatureArrays):
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)
+            with seeded(seed):
                 classes, drop_rate = data.num_classes, recipe.drop_rate
                 return Probe(data.backbone, num_classes=classes, drop_rate=drop_rate)
         weights = find_weights(recipe.network, recipe.weights) if recipe.pretrained else None
@@ -137,12 +138,12 @@ class Lane:
             self.step_key.copy_(step_key)
         self.zero_grad()
         set_rates(self.optimizer, self.learning_rate, self._warmup_factor())
-        with self._autocast():
+        with autocast_of(self.recipe, self.device):
             features, logits = self._model(images)
         head = self.network.get_classifier()
         progress = self.progress
         if self.recipe.ramp == "step":
-            progress = self.steps / (self.recipe.epochs * self._steps_per_epoch)
+            progress = self.steps / (self.recipe.epochs * self.images.steps_per_epoch)
         loss = self.criterion(
             features, head.weight, target, bias=head.bias, logits=logits, progress=progress
         )
@@ -168,7 +169,7 @@ class Lane:
         network.eval()
         parts = []
         for batch, target in images.test_batches():
-            with self._autocast():
+            with autocast_of(self.recipe, self.device):
                 parts.append((network(batch).float(), target))
         network.train()
         logits, target = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -246,7 +247,7 @@ class Lane:
         network = self.create_network(self.recipe, self.data, self.seed)
         if self.world > 1:
             synchronize_batch_norm(network, self.device)
-        return network.to(self.device).to(memory_format=self._layout)
+        return network.to(self.device).to(memory_format=memory_format_of(self.recipe))
 
     def _create_criterion(self) -> nn.Module:
         features, classes = self.network.num_features, self.data.num_classes
@@ -289,23 +290,12 @@ class Lane:
             return model
         return torch.compile(model, dynamic=False, options={"combo_kernels": True})
 
-    def _autocast(self) -> torch.autocast:
-        enabled = self.recipe.precision == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
-
-    @property
-    def _layout(self) -> torch.memory_format:
-        return torch.channels_last if self.recipe.channels_last else torch.contiguous_format
-
-    @property
-    def _steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.num_images, self.recipe.batch_size)
-
     def _warmup_factor(self) -> Tensor | None:
         """Factor of the learning rate in this step, on the device; None without warm-up."""
         if not self.recipe.warmup:
             return None
-        return ((self.steps + 1) / (self.recipe.warmup * self._steps_per_epoch)).clamp(max=1)
+        steps = self.recipe.warmup * self.images.steps_per_epoch
+        return ((self.steps + 1) / steps).clamp(max=1)
 
     @torch.no_grad()
     def _update_average(self, average: nn.Module) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from isda._version import __version__
 from isda.experiments.errors import WriteError
-from isda.experiments.files import read_bytes, write_text
+from isda.experiments.files import read_bytes, write_json
 from isda.experiments.metrics_lines import is_number
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training.deadline import Deadline
@@ -104,7 +104,7 @@ def fastest_width(
     )
     with contextlib.suppress(WriteError, OSError):  # it can be measured again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({**known, key: seconds}, indent=2) + "\n")
+        write_json(path, {**known, key: seconds})
     return min(runs, width)
 
 
