@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 SEED ?= $(shell date +%s)
 SCALE ?= 20
 
+# they run on a GPU, or here in Triton's interpreter
+KERNEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
+	kernels_statistics kernels_loss kernels_gpu narrow_convolution))
+
 .PHONY: help demo test test-oldest chaos lint format docs results package clean
 
 help:
@@ -41,7 +45,7 @@ lint: $(VENV)/installed
 
 test: lint $(VENV)/docs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/test_kernels.py tests/test_narrow_convolution.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q $(KERNEL_TESTS)
 
 chaos: $(VENV)/installed
 	ISDA_CHAOS_SEED=$(SEED) ISDA_CHAOS_SCALE=$(SCALE) $(BIN)/python -m pytest -q -s tests/chaos
@@ -67,8 +71,13 @@ results: $(VENV)/installed
 OLDEST := torch==2.6.0
 OLDEST_COMPILED := torch==2.9.0
 LIBRARY_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
-	versions functional covariance loss attach pairing surface multilabel properties))
-COMPILED_TESTS := $(addprefix tests/test_,$(addsuffix .py,compile distributed sharded))
+	versions moments quadratic bound cross_entropy explicit_augmentation covariance \
+	loss loss_state loss_arguments loss_options own_estimator bad_batches \
+	class_weights covariance_index statistics \
+	attach attach_lifetime attach_misuse attach_options pairing resized_logits \
+	multilabel multilabel_refusals properties))
+COMPILED_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
+	compile distributed sharded sharded_blocks))
 
 define test_with  # torch and tests
 	$(PYTHON) -m venv --clear build/oldest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from photo_folders import make_image
-from test_search import Trainer
+from search_trainer import Trainer
 
 from isda.experiments.cli import main
 from isda.experiments.commands import compare

@@ -1,28 +1,32 @@
-"""The losses of Table 4: naive loops, limits, state, random numbers, ranks, compile and capture."""
+"""The losses of Table 4: naive loops, limits, ignored labels, errors, recipes."""
 
 import copy
 import dataclasses
-import doctest
-import io
 import math
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from forks import START_METHOD
-from reference import Inputs, draw
+from baseline_losses import (
+    CRITERIA,
+    PROGRESS,
+    A,
+    C,
+    N,
+    call,
+    center,
+    close,
+    criteria,
+    inputs,
+    probability,
+)
+from reference import Inputs
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import isda
 from isda.experiments.data import counter_rng
-from isda.experiments.losses import baselines
 from isda.experiments.losses.baselines import (
     CenterLoss,
     CrossEntropyLoss,
@@ -31,63 +35,14 @@ from isda.experiments.losses.baselines import (
     LabelSmoothingLoss,
     LargeMarginLoss,
     LqLoss,
-    center_loss,
-    center_update,
     create_criterion,
     disturb_label,
     focal_loss,
     lq_loss,
 )
-from isda.experiments.losses.large_margin import (
-    annealed_beta,
-    large_margin_cosine,
-    large_margin_logits,
-)
 from isda.experiments.recipes import get_recipe
 
-N, C, A = 7, 13, 5
-PROGRESS = 0.4
-
-CRITERIA: dict[str, Callable[[], nn.Module]] = {
-    "ce": CrossEntropyLoss,
-    "focal": lambda: FocalLoss(alpha=0.7, gamma=1.5),
-    "lq": LqLoss,
-    "label_smoothing": lambda: LabelSmoothingLoss(smoothing=0.3),
-    "disturb_label": lambda: DisturbLabelLoss(C, noise_rate=0.5, seed=3),
-    "center": lambda: center(0.7),
-    "large_margin": lambda: LargeMarginLoss(margin=3, beta_start=5.0),
-}
-criteria = pytest.mark.parametrize("name", CRITERIA)
-
-
-def center(center_weight: float, **options) -> CenterLoss:
-    """A center loss with arbitrary centers, as after some training."""
-    criterion = CenterLoss(A, C, center_weight=center_weight, **options)
-    with torch.no_grad():
-        criterion.centers.copy_(draw(N, C, A, seed=9, dtype=torch.float32).weight)
-    return criterion
-
-
-def inputs(device: torch.device, *, dtype: torch.dtype = torch.float64, samples: int = N) -> Inputs:
-    x = draw(samples, C, A, dtype=dtype, device=device)
-    return Inputs(x.features.requires_grad_(), x.weight.requires_grad_(), x.bias, *x[3:])
-
-
-def call(criterion: nn.Module, x: Inputs, **options) -> Tensor:
-    options = {"bias": x.bias, "progress": PROGRESS, **options}
-    return criterion(x.features, x.weight, x.target, **options)
-
-
-def close(found: Any, expected: Any, *, tolerance: float = 1e-10) -> None:
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, check_device=False)
-
-
 # Naive loops: one sample at a time, in float64, from the papers' formulas
-
-
-def probability(logits: Tensor, y: int) -> Tensor:
-    scores = [torch.exp(logit) for logit in logits]
-    return scores[y] / sum(scores)
 
 
 def reference(criterion: nn.Module, x: Inputs) -> Tensor:
@@ -226,15 +181,6 @@ def test_ignored_labels_in_evaluation(name, device):
     close(call(criterion, x._replace(target=target)), expected)
 
 
-def test_ignored_labels_are_not_disturbed(device):
-    target = torch.arange(200, device=device) % C
-    target[::2] = -100
-    key = counter_rng.key(0, device=device)
-    found = disturb_label(target, key, num_classes=C, noise_rate=1.0)
-    assert (found[::2] == -100).all()
-    assert not torch.equal(found[1::2], target[1::2])
-
-
 @criteria
 def test_low_precision_inputs(name, device):
     """Features and logits of an autocast network: the loss is float32."""
@@ -291,394 +237,6 @@ def test_focal_and_lq_at_the_extremes_of_probability(gamma, device):
         assert losses.isfinite().all()
         (gradient,) = torch.autograd.grad(losses.sum(), logits)
         assert gradient.isfinite().all()
-
-
-# Large margin
-
-
-@pytest.mark.parametrize("margin", [1, 2, 3, 4])
-def test_large_margin_against_metric_learning(margin, device):
-    losses = pytest.importorskip("pytorch_metric_learning.losses")
-    x = inputs(device)
-    package = losses.LargeMarginSoftmaxLoss(num_classes=C, embedding_size=A, margin=margin, scale=1)
-    package.W.data = x.weight.detach().T.clone()
-    package.to(device)
-    expected = package(x.features, x.target)
-    criterion = LargeMarginLoss(margin=margin, beta_start=0.0)
-    loss = call(criterion, x, bias=None, progress=None)
-    close(loss, expected)
-    found = torch.autograd.grad(loss, [x.features, x.weight])
-    (features_grad, weight_grad) = torch.autograd.grad(expected, [x.features, package.W])
-    close(found, (features_grad, weight_grad.T))
-
-
-@pytest.mark.parametrize("margin", [1, 2, 3, 4, 5])
-def test_large_margin_cosine_at_every_angle(margin):
-    theta = torch.linspace(0, math.pi, 997, dtype=torch.float64)
-    k = (theta * margin / math.pi).floor().clamp(max=margin - 1)
-    expected = (-1) ** k * torch.cos(margin * theta) - 2 * k
-    found = large_margin_cosine(theta.cos(), margin=margin)
-    close(found, expected)
-    assert (found.diff() < 0).all()  # ψ decreases monotonically from 1
-    close(found[[0, -1]], torch.tensor([1.0, 1.0 - 2 * margin], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_large_margin_gradient_at_the_ends(dtype, device):
-    """Features parallel, antiparallel and orthogonal to a row, and zero features."""
-    weight = torch.tensor([[3.0, 4.0], [0.3, 0.1]], dtype=dtype, device=device).requires_grad_()
-    features = torch.tensor([[6.0, 8.0], [-6.0, -8.0], [-8.0, 6.0], [0.0, 0.0]], dtype=dtype)
-    features = features.to(device).requires_grad_()
-    target = torch.zeros(4, dtype=torch.int64, device=device)
-    logits = large_margin_logits(features, weight, target, features @ weight.T, margin=4)
-    expected = torch.tensor([50.0, -350.0, -150.0, 0.0], dtype=dtype)  # |w| |a| = 50
-    close(logits[:, 0].detach().cpu(), expected, tolerance=1e-6)
-    for gradient in torch.autograd.grad(F.cross_entropy(logits, target), [features, weight]):
-        assert gradient.isfinite().all()
-
-
-def test_beta_falls_as_in_the_original(device):
-    """The original: base · (1 + gamma · iteration)^−power with 1000, 1e-5, 45 and 30,000 steps."""
-    for iteration in (0, 1, 15_000, 30_000):
-        expected = 1000 * (1 + 1e-5 * iteration) ** -45
-        progress = iteration / 30_000
-        assert annealed_beta(progress) == pytest.approx(expected)
-        found = annealed_beta(torch.tensor(progress, device=device))
-        assert float(found) == pytest.approx(expected, rel=1e-4)  # float32 to the power of 45
-        for each in (progress, torch.tensor(progress, device=device)):
-            floored = annealed_beta(each, beta_min=2.0)
-            assert float(floored) == pytest.approx(max(expected, 2.0), rel=1e-4)
-
-
-# Center loss
-
-
-@pytest.mark.parametrize("center_weight", [0.0, 0.003, 2.0])
-@pytest.mark.parametrize("samples", [7, 60])
-def test_centers_move_as_in_the_original(center_weight, samples, device):
-    """c_j moves by α Σ (a_i − c_j) / (1 + n_j), whatever the weight of the term."""
-    criterion, x = center(center_weight).double().to(device), inputs(device, samples=samples)
-    x.target[-1] = -100  # ignored
-    before = criterion.centers.clone()
-    expected = before.clone()
-    for j in range(C):
-        total, count = torch.zeros(A, dtype=torch.float64, device=device), 0
-        for a, y in zip(x.features.detach(), x.target, strict=True):
-            if y == j:
-                total, count = total + before[j] - a, count + 1
-        expected[j] -= 0.5 * total / (1 + count)
-    update = center_update(x.features.detach(), before, x.target)
-    call(criterion, x)
-    close(criterion.centers, expected)
-    close(before - 0.5 * update, expected)
-    assert torch.equal(criterion.centers[2], before[2])  # the absent class
-
-
-def test_centers_reach_the_class_means(device):
-    """With N = 128 and C = 100, an epoch of CIFAR (390 steps) is enough."""
-    generator = torch.Generator().manual_seed(0)
-    means = torch.randn(100, A, generator=generator)
-    criterion = CenterLoss(A, 100).to(device)
-    for _ in range(390):
-        target = torch.randint(100, (128,), generator=generator)
-        features = means[target].to(device)
-        criterion(features, torch.zeros(100, A, device=device), target.to(device))
-    # a step with one sample covers a quarter of the distance: (3/4)^390 remains
-    close(criterion.centers.cpu(), means, tolerance=1e-6)
-
-
-# Disturbed labels
-
-
-def test_noise_rate_and_uniformity(device):
-    samples, rate, classes = 200_000, 0.3, 7
-    target = torch.full((samples,), 2, dtype=torch.int64, device=device)
-    key = counter_rng.key(5, device=device)
-    found = disturb_label(target, key, num_classes=classes, noise_rate=rate)
-    count = torch.bincount(found, minlength=classes).double().cpu() / samples
-    expected = torch.full((classes,), rate / classes, dtype=torch.float64)
-    expected[2] += 1 - rate
-    deviation = (expected * (1 - expected) / samples).sqrt()
-    assert ((count - expected).abs() < 4.5 * deviation).all()  # all seven pass in 99.99 %
-
-
-def test_random_numbers_differ_between_steps_and_samples(device):
-    """Which labels are disturbed is independent between steps and between neighbours."""
-    samples, rate, classes = 100_000, 0.5, 1000
-    target = torch.full((samples,), 1000, dtype=torch.int64, device=device)  # never drawn
-    masks, labels = [], []
-    for step in range(2):
-        key = counter_rng.key(0, step, device=device)
-        drawn = disturb_label(target, key, num_classes=classes, noise_rate=rate)
-        masks.append((drawn < 1000).double().cpu())
-        labels.append(drawn.double().cpu())
-    both = masks[0] * masks[1]
-    neighbours = masks[0][1:] * masks[0][:-1]
-    deviation = (0.25 * 0.75 / samples) ** 0.5
-    assert abs(float(both.mean()) - 0.25) < 4 * deviation
-    assert abs(float(neighbours.mean()) - 0.25) < 6 * deviation  # neighbouring products overlap
-    pairs = torch.stack([labels[0][both > 0], labels[1][both > 0]])
-    assert abs(float(torch.corrcoef(pairs)[0, 1])) < 4 / both.sum() ** 0.5
-
-
-def test_index_decides_the_random_numbers(device):
-    target = torch.arange(20, device=device) % C
-    key = counter_rng.key(1, device=device)
-    options: dict[str, Any] = {"num_classes": C, "noise_rate": 0.5}
-    whole = disturb_label(target, key, **options)
-    assert not torch.equal(whole, target)
-    for start in (8, torch.tensor(8, device=device)):
-        assert torch.equal(disturb_label(target[8:], key, start=start, **options), whole[8:])
-
-
-def test_loss_depends_on_seed_and_step(device):
-    x = inputs(device, samples=33)
-
-    def losses(seed: int, step: int = 0) -> list[float]:
-        criterion = DisturbLabelLoss(C, noise_rate=0.5, seed=seed).to(device)
-        criterion.step.fill_(step)
-        return [float(call(criterion, x).detach()) for _ in range(3)]
-
-    assert losses(0) == losses(0)
-    assert len({*losses(0), *losses(1)}) == 6
-    assert losses(0, step=2)[0] == losses(0)[2]
-
-
-# State
-
-
-@pytest.mark.parametrize("name", ["disturb_label", "center"])
-def test_state_round_trip(name, device):
-    """A checkpoint in the middle: the rest of the training is the same, bit for bit."""
-    x = inputs(device, samples=33)
-
-    def train(criterion: nn.Module, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            losses.append(float(call(criterion, x).detach()))
-        return losses
-
-    whole = train(CRITERIA[name]().to(device), 5)
-    first, file = CRITERIA[name]().to(device), io.BytesIO()
-    train(first, 3)
-    torch.save(first.state_dict(), file)
-    file.seek(0)
-    resumed = CRITERIA[name]()
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    tolerance = 0 if device.type == "cpu" else 1e-6  # a GPU adds in any order
-    assert train(resumed.to(device), 2) == pytest.approx(whole[3:], rel=tolerance, abs=0)
-
-
-def test_losses_without_state():
-    for name in ("ce", "focal", "lq", "large_margin"):
-        assert not CRITERIA[name]().state_dict()
-    assert list(CRITERIA["disturb_label"]().state_dict()) == ["step"]
-
-
-# Users' models
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, A), nn.Tanh(), nn.Linear(A, C))
-
-
-@criteria
-def test_attached_to_a_model(name, device):
-    model, criterion = make_model().to(device), CRITERIA[name]().to(device)
-    x, target = torch.randn(N, 4, device=device), torch.arange(N, device=device)
-    features = model[:2](x)
-    other = CRITERIA[name]().to(device)
-    expected = other(features, model[2].weight, target, bias=model[2].bias, progress=PROGRESS)
-    expected_grad = torch.autograd.grad(expected, model.parameters())
-    attached = isda.attach(model, criterion)
-    loss = attached(model(x), target, progress=PROGRESS)
-    close(loss, expected, tolerance=1e-6)
-    close(torch.autograd.grad(loss, model.parameters()), expected_grad, tolerance=1e-6)
-    model.eval()
-    with pytest.warns(UserWarning, match="in eval mode"):
-        loss = attached(model(x), target)
-    close(loss, F.cross_entropy(model(x), target), tolerance=1e-6)
-
-
-@pytest.mark.parametrize("criterion", [FocalLoss(alpha=1.0, gamma=0.0), center(0.0)])
-def test_attached_to_a_model_with_ignored_labels(criterion, device):
-    """In their limits the losses equal torch's cross entropy, also with ignored labels."""
-    model, x = make_model().to(device), torch.randn(8, 4, device=device)
-    target = torch.tensor([3, -100, -100, 1, 0, -100, 2, -100], device=device)
-    attached = isda.attach(model, criterion.to(device))
-    expected = F.cross_entropy(model(x), target)
-    gradients = torch.autograd.grad(expected, model.parameters())
-    loss = attached(model(x), target)
-    close(loss, expected, tolerance=1e-6)
-    close(torch.autograd.grad(loss, model.parameters()), gradients, tolerance=1e-6)
-
-
-def test_code_of_the_page_runs():
-    page = Path(__file__).parents[1] / "docs" / "baselines.md"
-    model = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 100))
-    names: dict[str, Any] = {"torch": torch, "model": model}
-    names |= {"x": torch.randn(N, 4), "y": torch.arange(N)}
-    parts = re.findall("```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert len(parts) == 1
-    exec(parts[0], names)
-    close(
-        names["loss"].detach(),
-        focal_loss(model(names["x"]), names["y"], alpha=0.5, gamma=1.0).mean().detach(),
-        tolerance=1e-6,
-    )
-
-
-def test_docstrings_run():
-    assert doctest.testmod(baselines, extraglobs={"isda": isda}).failed == 0
-
-
-def test_center_term_reaches_the_features(device):
-    model = make_model().to(device)
-    x, target = torch.randn(N, 4, device=device), torch.arange(N, device=device)
-    gradients = []
-    for weight in (0.0, 1.0):
-        attached = isda.attach(model, center(weight).to(device))
-        loss = attached(model(x), target)
-        gradients.append(torch.autograd.grad(loss, model.parameters()))
-        attached.remove()
-    term = center_loss(model[:2](x), center(1.0).to(device).centers, target).mean()
-    expected = torch.autograd.grad(term, [model[0].weight, model[0].bias])
-    found = [with_term - without for without, with_term in zip(*gradients, strict=True)]
-    close(found[:2], list(expected), tolerance=1e-5)
-    assert all(gradient.abs().max() > 1e-3 for gradient in found[:2])
-    close(found[2:], [torch.zeros_like(gradient) for gradient in found[2:]], tolerance=1e-6)
-
-
-@criteria
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition"])
-def test_compiled(name, backend, device):
-    """The second backend recomputes cheap operations in the backward pass, like inductor."""
-    torch._dynamo.reset()
-    criterion, eager = CRITERIA[name]().to(device), CRITERIA[name]().to(device)
-    x = inputs(device, dtype=torch.float32)
-    progress = torch.tensor(PROGRESS, device=device)
-    step = torch.compile(
-        lambda x: call(criterion, x, progress=progress), fullgraph=True, backend=backend
-    )
-    for _ in range(2):
-        results = []
-        for loss in (step(x), call(eager, x, progress=progress)):
-            gradients = torch.autograd.grad(loss, [x.features, x.weight])
-            results.append([loss.detach(), *gradients])
-        close(*results, tolerance=1e-6)
-    close(criterion.state_dict(), eager.state_dict())
-
-
-@pytest.mark.gpu
-@criteria
-def test_captured_in_a_graph(name):
-    """Forward and backward pass replay in a CUDA graph and update the state."""
-    device = torch.device("cuda")
-    criterion, eager = CRITERIA[name]().to(device), CRITERIA[name]().to(device)
-    x = inputs(device, dtype=torch.float32)
-    progress = torch.tensor(PROGRESS, device=device)
-
-    def step(module: nn.Module) -> list[Tensor]:
-        loss = call(module, x, progress=progress)
-        tensors = [x.features, x.weight]
-        return [loss.detach(), *torch.autograd.grad(loss, tensors)]
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for module in (criterion, eager):
-            for _ in range(2):
-                step(module)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step(criterion)
-    for _ in range(2):
-        graph.replay()
-        close(found, step(eager), tolerance=1e-5)
-    close(criterion.state_dict(), eager.state_dict())
-
-
-# Several ranks
-
-SPLITS = {"even": (4, 4), "uneven": (1, 6), "empty": (0, 5), "nothing": (0, 0), "ignored": (3, 5)}
-COLLECTIVE = ["disturb_label", "center"]  # need more from other ranks than the number of samples
-
-
-def train(model: nn.Module, name: str, parts: tuple[int, ...], rank: int | None) -> dict[str, Any]:
-    """Two steps on a rank's part of the batches, or on all of them."""
-    criterion = CRITERIA[name]()
-    attached = isda.attach(model, criterion)
-    record: dict[str, Any] = {"losses": [], "gradients": []}
-    for step in range(2):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(sum(parts), 4, generator=generator)
-        target = torch.randint(C, (sum(parts),), generator=generator)
-        if parts == SPLITS["ignored"]:
-            target[torch.tensor([0, 2, 4])] = -100  # two of three, one of five
-        if rank is not None:
-            x, target = x.split(parts)[rank], target.split(parts)[rank]
-        model.zero_grad()
-        loss = attached(model(x), target, progress=PROGRESS)
-        loss.backward()
-        record["losses"].append(loss.detach())
-        record["gradients"].append([p.grad.clone() for p in model.parameters()])
-    record["state"] = criterion.state_dict()
-    attached.remove()
-    return record
-
-
-def compiled(name: str, rank: int) -> Tensor:
-    criterion, x = CRITERIA[name](), inputs(torch.device("cpu"), samples=8)
-    part = [tensor.detach().chunk(2)[rank] for tensor in (x.features, x.target)]
-    step = torch.compile(criterion, fullgraph=True, backend="aot_eager")
-    return step(part[0], x.weight.detach(), part[1], bias=x.bias, progress=PROGRESS).detach()
-
-
-def work(rank: int, folder: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
-    )
-    results: dict[Any, Any] = {}
-    for name in CRITERIA:
-        for split, parts in SPLITS.items():
-            results[name, split] = train(DistributedDataParallel(make_model()), name, parts, rank)
-    for name in COLLECTIVE:
-        results[name, "compiled"] = compiled(name, rank)
-    torch.save(results, f"{folder}/rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> list[dict[Any, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(work, args=(str(folder),), nprocs=2, start_method=START_METHOD)
-    return [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(2)]
-
-
-@pytest.mark.ddp
-@criteria
-@pytest.mark.parametrize("split", SPLITS)
-def test_two_ranks_equal_one_process(ranks, name, split):
-    """Mean loss, averaged gradients, state and disturbed labels are the same."""
-    expected = train(make_model(), name, SPLITS[split], None)
-    found = [record[name, split] for record in ranks]
-    losses = torch.stack([torch.stack(record["losses"]) for record in found])
-    # float32 sums in a different order
-    close(losses.mean(0), torch.stack(expected["losses"]), tolerance=1e-5)
-    for record in found:
-        close(record["gradients"], expected["gradients"], tolerance=1e-5)
-        close(record["state"], expected["state"], tolerance=1e-5)
-        assert all(
-            torch.equal(record["state"][key], found[0]["state"][key]) for key in record["state"]
-        )
-
-
-@pytest.mark.ddp
-@pytest.mark.parametrize("name", COLLECTIVE)
-def test_compiled_on_two_ranks(ranks, name):
-    expected = call(CRITERIA[name](), inputs(torch.device("cpu"), samples=8))
-    close(torch.stack([record[name, "compiled"] for record in ranks]).mean(), expected.detach())
 
 
 # Errors

@@ -1,6 +1,7 @@
 """Comparisons of a method with its baseline: tables, sentences, intervals, and curves of λ₀."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from isda.experiments.records import load_runs
 from isda.experiments.report.comparison import (
     advice,
     comparison,
+    comparison_rows,
     comparison_table,
     sentence,
     strengths,
 )
-from isda.experiments.report.intervals import difference, signed
+from isda.experiments.report.intervals import difference, seeds_needed, signed
 
 out = pytest.fixture(make_digits_runs)
 
@@ -153,3 +155,36 @@ def test_held_out_images_are_not_called_test(tmp_path):
     result = comparison(load_runs(tmp_path), CE, ISDA)
     assert "validation error" in comparison_table(result)
     assert "test error" not in comparison_table(result)
+
+
+def test_advice_and_seeds_needed(tmp_path: Path) -> None:
+    for seed, (one, other) in enumerate([(10.0, 9.0), (10.0, 8.8), (10.1, 9.0)]):
+        make_run(tmp_path, CE, seed, one)
+        make_run(tmp_path, ISDA, seed, other)
+    assert advice(comparison(load_runs(tmp_path), CE, ISDA))[0] == "Yes"
+    change = difference({0: 10.0, 1: 10.0, 2: 10.0}, {0: 9.9, 1: 9.5, 2: 10.05})
+    needed = seeds_needed(change)
+    assert needed is not None
+    spread = np.std([-0.1, -0.5, 0.05], ddof=1)
+    halves = [scipy.stats.t.ppf(0.975, n - 1) * spread / n**0.5 for n in (needed - 1, needed)]
+    assert halves[0] >= abs(change.mean) > halves[1]
+    assert seeds_needed(difference({0: 1.0, 1: 2.0}, {0: 2.0, 1: 1.01})) is None
+
+
+@pytest.mark.parametrize(
+    ("last", "cell"),
+    [
+        ({"side_by_side": 1}, "+100 %"),
+        ({"side_by_side": 2, "peak_mib": 5.0}, "+100 %"),  # with runs of the same method
+        ({"side_by_side": 6}, "both trained side by side"),
+    ],
+)
+def test_time_of_runs_side_by_side(last: dict[str, float], cell: str, tmp_path: Path) -> None:
+    """The time of runs of both methods side by side does not tell which of them takes longer."""
+    for name, seconds in ((CE, 1.0), (ISDA, 2.0)):
+        run = make_run(tmp_path, name, 0, 10.0, epochs=0)
+        for epoch in range(run.recipe.epochs):
+            run.append({"epoch": epoch, "test_error": 10.0, "train_loss": 1.0,
+                        "seconds": seconds, **last})  # fmt: skip
+    rows = comparison_rows(comparison(load_runs(tmp_path), CE, ISDA))
+    assert next(row for row in rows if row[0] == "s / epoch") == ["s / epoch", "1.00", "2.00", cell]

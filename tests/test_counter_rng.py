@@ -11,6 +11,7 @@ from isda.experiments.data.counter_rng import (
     fold,
     integers,
     key,
+    normal,
     permutation,
     uniform,
 )
@@ -157,3 +158,13 @@ def test_a_part_may_be_a_tensor(part: int, device: torch.device) -> None:
     assert torch.equal(folded, key(3, part, device=device))
     assert folded.dtype == torch.int64
     assert folded.shape == ()
+
+
+def test_normal_numbers() -> None:
+    drawn = normal((200, 500), key(3)).double()
+    assert drawn.isfinite().all()
+    assert abs(drawn.mean()) < 0.02
+    assert abs(drawn.var() - 1) < 0.03
+    assert abs((drawn**4).mean() - 3) < 0.15
+    within = [float((drawn.abs() < limit).double().mean()) for limit in (1.0, 2.0)]
+    assert within == pytest.approx([0.6827, 0.9545], abs=0.01)

@@ -1,4 +1,4 @@
-"""ISDABCEWithLogitsLoss against naive loops, Monte Carlo, torch, and one process against two."""
+"""ISDABCEWithLogitsLoss against naive loops: values, gradients, options, precision, two ranks."""
 
 import copy
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
+from label_batches import STRENGTH, A, C, N, batch, make
 from ranks import close as close_ranks
 from ranks import results_of
-from reference import draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -18,25 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import isda
 from isda import ISDABCEWithLogitsLoss, functional
 
-N, C, A = 7, 5, 4
-STRENGTH = 0.8
 structures = pytest.mark.parametrize("structure", ["full", "diagonal", "shared", "identity"])
-
-
-def make(device: torch.device, **options: Any) -> ISDABCEWithLogitsLoss:
-    options = {"lambda_0": STRENGTH, "ramp": "constant", **options}
-    return ISDABCEWithLogitsLoss(A, C, **options).to(device)
-
-
-def batch(
-    device: torch.device, *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> tuple[reference.Inputs, Tensor]:
-    """Samples with no label, one label and several labels."""
-    x = draw(N, C, A, seed=seed, dtype=dtype, device=device)
-    generator = torch.Generator().manual_seed(seed)
-    labels = (torch.rand(N, C, generator=generator) < 0.4).to(device, dtype)
-    labels[0], labels[1] = 0, 1
-    return reference.Inputs(0.5 * x.features, 0.5 * x.weight, *x[2:]), labels
 
 
 def naive(
@@ -199,16 +181,6 @@ def test_positive_weight_with_augmentation(device):
     torch.testing.assert_close(found, labels * weight * positive + (1 - labels) * negative)
 
 
-def test_refused_checkpoint_changes_nothing(device):
-    criterion, other = make(device), ISDABCEWithLogitsLoss(A + 1, C, total_steps=9)
-    other.step += 7
-    with pytest.raises(ValueError, match="must have shape"):
-        criterion.load_state_dict(other.state_dict())
-    assert criterion.step == 0
-    criterion.grow(C + 1)
-    assert criterion.estimator.num_classes == C + 1
-
-
 def test_attached_to_a_model(device):
     model = nn.Sequential(nn.Linear(3, A), nn.ReLU(), nn.Linear(A, C)).to(device)
     criterion = isda.attach(model, make(device))
@@ -248,95 +220,6 @@ def test_double_precision(device):
         found = criterion(x.features, x.weight, labels, bias=x.bias)
         logits = F.linear(x.features, x.weight, x.bias)
         torch.testing.assert_close(found, F.binary_cross_entropy_with_logits(logits, labels))
-
-
-def test_overflow_names_the_largest_term(device):
-    """Not NaN, as the product of an infinite term and a label that is 0."""
-    x, labels = batch(device)
-    with pytest.raises(FloatingPointError, match="with a quadratic term of inf:"):
-        make(device)(x.features, 1e20 * x.weight, labels)
-
-
-def test_binary_cross_entropy_may_be_infinite(device):
-    """At λ = 0, where ISDA has no part in it, the loss is that of torch."""
-    x, labels = batch(device)
-    infinite = torch.full_like(labels, torch.inf)
-    loss = make(device, lambda_0=0.0)(x.features, x.weight, 0 * labels, logits=infinite)
-    assert loss == torch.inf
-
-
-def test_weights_of_the_positive_part_that_do_not_fit():
-    with pytest.raises(
-        ValueError, match=r"pos_weight must be a tensor of shape \(5,\), got \(4,\)"
-    ):
-        ISDABCEWithLogitsLoss(A, C, pos_weight=torch.ones(C - 1))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"features": torch.ones(N, A, 2)},
-            r"of shape \(N, C\) for features of shape \(N, A\), got",
-        ),
-        ({"weight": torch.ones(C, A + 1)}, r"weight must have shape \(5, 4\), got \(5, 5\)"),
-        ({"bias": torch.ones(C + 1)}, r"bias must have shape \(5,\), got \(6,\)"),
-        ({"logits": torch.ones(N, C + 1)}, r"logits .* must have shape \(7, 5\), got \(7, 6\)"),
-        ({"progress": 1.5}, r"progress must be in \[0, 1\], got 1.5"),
-    ],
-)
-def test_bad_arguments_change_nothing(arguments, message):
-    criterion = make(torch.device("cpu"))
-    x, labels = batch(torch.device("cpu"))
-    good = {"features": x.features, "weight": x.weight, "target": labels}
-    with pytest.raises(ValueError, match=message):
-        criterion(**{**good, **arguments})
-    assert not criterion.estimator.count.any()
-    assert criterion.step == 0
-
-
-@pytest.mark.parametrize("fault", ["nan", "above", "index", "shape"])
-def test_bad_batches_change_nothing(fault, device):
-    criterion = make(device)
-    x, labels = batch(device)
-    features = x.features.clone()
-    message = {
-        "nan": "features must be finite",
-        "above": r"target must be in \[0, 1\]",
-        "index": "target must be floating point of shape",
-        "shape": r"target of class probabilities must have shape \(7, 5\), got \(6, 5\)",
-    }[fault]
-    if fault == "nan":
-        features[2, 1] = torch.nan
-    labels = {"above": 2 * labels, "index": x.target, "shape": labels[1:]}.get(fault, labels)
-    with pytest.raises(ValueError, match=message):
-        criterion(features, x.weight, labels)
-    assert not criterion.estimator.count.any()
-    assert criterion.step == 0
-
-
-def test_targets_that_are_not_tensors():
-    x, labels = batch(torch.device("cpu"))
-    for name, arguments in (
-        ("target", (x.features, x.weight, labels.tolist())),
-        ("features", (x.features.tolist(), x.weight, labels)),
-    ):
-        with pytest.raises(TypeError, match=f"{name} must be a tensor, got list"):
-            make(torch.device("cpu"))(*arguments)
-
-
-def test_estimators_that_do_not_fit():
-    class Own:
-        def update(self, features: Tensor, target: Tensor) -> None: ...
-
-        def quadratic(self, weight: Tensor, target: Tensor) -> Tensor: ...
-
-    sharded = isda.ShardedCovariance(A, C)
-    ISDABCEWithLogitsLoss(A, C, covariance=sharded)  # of one rank
-    sharded.world_size = 2
-    for covariance in (Own(), sharded):
-        with pytest.raises(ValueError, match="not divided among ranks"):
-            ISDABCEWithLogitsLoss(A, C, covariance=covariance)
 
 
 def train(model: nn.Module, rank: int | None) -> dict[str, Any]:
