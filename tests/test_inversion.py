@@ -23,7 +23,7 @@ from isda.experiments.generators.gan_quality import frechet_distance, measure_ga
 from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_step import draw_latent, to_bytes, to_unit
 from isda.experiments.generators.gan_training import train_gan
-from isda.experiments.generators.inversion import _reconstruct, show_inversion
+from isda.experiments.generators.inversion import Inversion, show_inversion
 from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import (
     LatentDecoder,
@@ -32,6 +32,7 @@ from isda.experiments.generators.latent_decoder import (
 )
 from isda.experiments.generators.latent_search import LatentSearch, normalized, with_codes
 from isda.experiments.generators.neighbours import nearest, show_neighbours
+from isda.experiments.generators.stages import Stages
 from isda.experiments.generators.trained_classifier import load_classifier
 from isda.experiments.generators.trained_generator import load_generator
 from isda.experiments.recipes import get_recipe
@@ -159,7 +160,13 @@ def test_normalized_latents() -> None:
     torch.testing.assert_close(latent.std(1, unbiased=False), torch.ones(5))
 
 
-def test_search_is_plain_gradient_descent(device) -> None:
+@pytest.fixture
+def stages(tmp_path) -> Stages:
+    """Stages that nothing stops."""
+    return Stages(tmp_path, "stages", {"settings": {}}, Options(), progress=False)
+
+
+def test_search_is_plain_gradient_descent(device, stages) -> None:
     """Momentum, weight decay and the divided rate, against a loop over one latent at a time."""
     start, target = (torch.randn(3, 6, device=device) for _ in range(2))
 
@@ -167,7 +174,7 @@ def test_search_is_plain_gradient_descent(device) -> None:
         return (latent - target[: len(latent)]).square().sum(1)
 
     search = LatentSearch(loss, start, momentum=0.9, weight_decay=1e-2)
-    losses = search.run(10, 0.5, capture=True)
+    losses = search.run(stages, "search", 10, 0.5, capture=True)
     for row in range(3):
         latent, velocity = start[row].clone(), torch.zeros(6, device=device)
         for step in range(10):
@@ -183,7 +190,7 @@ def test_search_is_plain_gradient_descent(device) -> None:
 
 
 @pytest.mark.gpu
-def test_a_captured_search_equals_an_eager_one(classifier, generator) -> None:
+def test_a_captured_search_equals_an_eager_one(classifier, generator, stages) -> None:
     classes = [0, 1, 2]
     images_of = generator.for_classes(classes)
     wanted = classifier.all_features(classifier.data.train_images[:3])
@@ -195,16 +202,16 @@ def test_a_captured_search_equals_an_eager_one(classifier, generator) -> None:
     found = []
     for capture in (True, False):
         search = LatentSearch(loss, start, momentum=0.9, weight_decay=1e-4)
-        search.run(20, 0.1, capture=capture)
+        search.run(stages, f"captured {capture}", 20, 0.1, capture=capture)
         found.append(search.latent.detach())
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
-def test_a_search_that_diverges_says_so(device) -> None:
+def test_a_search_that_diverges_says_so(device, stages) -> None:
     search = LatentSearch(lambda z: z.sum(1) / 0, torch.ones(2, 3, device=device),
                           momentum=0.0, weight_decay=0.0)  # fmt: skip
     with pytest.raises(RunError, match="use lower --learning-rates"):
-        search.run(4, 1.0, capture=False)
+        search.run(stages, "search", 4, 1.0, capture=False)
 
 
 @pytest.mark.parametrize("name", ["acgan", "wgan"])
@@ -222,7 +229,8 @@ def test_an_image_of_the_generator_is_found_again(
     pixels[chosen] = images
     known = replace(classifier, data=replace(data, train_images=pixels))
     settings = InversionSettings(iterations=300, draws=1, restarts=3)
-    result = show_inversion(known, generator, tmp_path, settings, samples=3, strength=0.0)
+    options = Options(out=tmp_path)
+    result = show_inversion(known, generator, settings, options, samples=3, strength=0.0)
     pictures = result["pictures"]
     assert pictures["reconstruction"]["residual"] < 0.1
     assert pictures["ISDA"]["residual"] < 0.1
@@ -231,15 +239,14 @@ def test_an_image_of_the_generator_is_found_again(
     assert grid.size == (4 * 66 - 2 + 3 * 8, 3 * 66 - 2)
 
 
-def test_a_start_that_is_better_than_the_end_is_kept(classifier, generator, device) -> None:
+def test_a_start_that_is_better_than_the_end_is_kept(classifier, generator, stages, device) -> None:
     starts = draw_latent(6, counter_rng.key(7, device=device), generator.settings).view(3, 2, -1)
     classes = [4, 0, 4]
     images = to_bytes(generator.for_classes(classes)(normalized(starts[:, 1])))
     features = classifier.all_features(images)
     settings = InversionSettings(iterations=1, restarts=2, learning_rates=(1e3, 1.0))
-    found, losses = _reconstruct(
-        classifier, generator, images, features, classes, starts, settings, capture=False
-    )
+    inversion = Inversion(classifier, generator, classes, settings, stages, capture=False)
+    found, losses = inversion.reconstruct(images, features, starts)
     torch.testing.assert_close(found, normalized(starts[:, 1]))
     assert losses.max() < 0.1  # the images are rounded to bytes
 
@@ -247,16 +254,17 @@ def test_a_start_that_is_better_than_the_end_is_kept(classifier, generator, devi
 def test_more_iterations_come_nearer_to_the_features(classifier, generator, tmp_path) -> None:
     def residual(iterations: int) -> float:
         settings = InversionSettings(iterations=iterations, draws=2, restarts=2)
-        result = show_inversion(classifier, generator, tmp_path, settings, samples=4, strength=1.0)
+        options = Options(out=tmp_path)
+        result = show_inversion(classifier, generator, settings, options, samples=4, strength=1.0)
         return result["pictures"]["ISDA"]["residual_of_move"]
 
     assert residual(200) < 0.95 * residual(4)
 
 
-def test_a_decoder_beats_random_latents_in_one_pass(classifier, generator) -> None:
+def test_a_decoder_beats_random_latents_in_one_pass(classifier, generator, stages) -> None:
     data = classifier.data
     features, target = classifier.all_features(data.test_images), data.test_target
-    decoder = train_decoder(classifier, generator, eta=0.1, steps=36)
+    decoder = train_decoder(classifier, generator, stages, eta=0.1, steps=36)
     assert isinstance(decoder, LatentDecoder)
     images_of = generator.for_classes(target.tolist())
 
@@ -268,21 +276,22 @@ def test_a_decoder_beats_random_latents_in_one_pass(classifier, generator) -> No
     assert distance(decoder(features, target)) < 0.9 * distance(random)
 
 
-def test_without_a_gan_the_decoder_is_its_own_generator(classifier, tmp_path) -> None:
+def test_without_a_gan_the_decoder_is_its_own_generator(classifier, stages, tmp_path) -> None:
     settings = InversionSettings(iterations=40, draws=2, restarts=1, decoder_steps=48,
                                  start="decoder")  # fmt: skip
-    result = show_inversion(classifier, None, tmp_path, settings, samples=5)
+    result = show_inversion(classifier, None, settings, Options(out=tmp_path), samples=5)
     assert result["generator"] == "trained with the decoder"
     assert result["pictures"]["reconstruction"]["residual"] < 0.5
     generator = create_generator(classifier)
     before = generator.digest
-    train_decoder(classifier, generator, eta=0.1, steps=12)
+    train_decoder(classifier, generator, stages, eta=0.1, steps=12)
     assert generator.digest == before  # frozen
-    train_decoder(classifier, generator, eta=0.1, steps=12, with_generator=True)
+    other = Stages(tmp_path, "other", {"settings": {}}, Options(), progress=False)
+    train_decoder(classifier, generator, other, eta=0.1, steps=12, with_generator=True)
     assert generator.digest != before
     assert not any(module.training for module in generator.modules())
     with pytest.raises(InputError, match="start must be decoder without a generator"):
-        show_inversion(classifier, None, tmp_path, samples=1)
+        show_inversion(classifier, None, InversionSettings(), Options(out=tmp_path), samples=1)
 
 
 def test_frechet_distance_against_scipy() -> None:

@@ -151,6 +151,15 @@ class Invert(_WithClassifier):
     capture: bool = True
     """Capture the iterations in CUDA graphs on a GPU."""
 
+    resume: bool = False
+    """Continue what was begun with the same arguments."""
+
+    checkpoint_seconds: float = 60.0
+    """Minimum time between writing two states to continue from, OUT/inversion.pt."""
+
+    minutes: float | None = None
+    """Time limit, counted from the start of the command; as in isda train."""
+
 
 def _options_of(arguments: Any) -> Options:
     """The options of a training that are among the arguments of a command."""
@@ -236,13 +245,12 @@ def invert(words: list[str]) -> None:
         result = show_inversion(
             classifier,
             generator,
-            given.out,
             given.settings,
+            options,
             judge=judge,
             samples=given.samples,
             strength=given.strength,
             seed=given.seed,
-            capture=given.capture,
         )
     show(f"{inversion_table(result).text}\n{given.out / 'inversion.png'}")
 

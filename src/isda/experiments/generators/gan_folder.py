@@ -7,7 +7,6 @@ a report never takes a GAN for a run.
 """
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any
 import torch
 
 from isda.experiments.errors import InputError, reason
-from isda.experiments.files import read_bytes, sync_folder, writing
+from isda.experiments.files import read_bytes, writing
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.training.environment import environment
 from isda.experiments.training.run_folder import (
     read_checkpoint,
-    write_checkpoint,
+    replace_checkpoint,
     write_config,
 )
 
@@ -92,12 +91,7 @@ class GanFolder:
     def save(self, name: str, state: dict[str, Any]) -> None:
         """Write ``checkpoint.pt`` or ``generator.pt`` under a temporary name and rename it."""
         state = {**state, "settings": self.settings.as_dict(), "seed": self.seed}
-        path = self.folder / name
-        new = path.with_suffix(".new.pt")
-        with writing(path, temporary=new):
-            write_checkpoint(new, state)
-            os.replace(new, path)
-            sync_folder(self.folder)
+        replace_checkpoint(self.folder / name, state)
 
     def load(
         self, name: str, use: Callable[[dict[str, Any]], object] | None = None

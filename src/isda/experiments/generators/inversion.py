@@ -1,7 +1,7 @@
 """Features back to pixels (Appendix C), and what an independent classifier sees in the pictures."""
 
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_json, writing
 from isda.experiments.generators.feature_moves import (
     choose_samples,
     draw_moves,
@@ -21,11 +20,13 @@ from isda.experiments.generators.inversion_settings import InversionSettings
 from isda.experiments.generators.latent_decoder import create_generator, train_decoder
 from isda.experiments.generators.latent_search import LatentSearch, normalized, with_codes
 from isda.experiments.generators.pictures import write_grid
+from isda.experiments.generators.stages import Stages
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.recipe_checks import require
+from isda.experiments.settings import Options
 
-__all__ = ["show_inversion"]
+__all__ = ["Inversion", "show_inversion"]
 
 _MOST_ROWS = 20  # of the grid; all images are measured
 _START, _DRAWS, _CONTROL = 1, 2, 3  # key parts
@@ -34,14 +35,13 @@ _START, _DRAWS, _CONTROL = 1, 2, 3  # key parts
 def show_inversion(
     classifier: TrainedClassifier,
     generator: TrainedGenerator | None,
-    out: Path,
-    settings: InversionSettings | None = None,
+    settings: InversionSettings,
+    options: Options,
     *,
     judge: TrainedClassifier | None = None,
     samples: int = 10,
     strength: float | None = None,
     seed: int = 0,
-    capture: bool = True,
 ) -> dict[str, Any]:
     """Write ``inversion.png`` and ``inversion.json`` to a folder and return what the latter has.
 
@@ -53,15 +53,16 @@ def show_inversion(
         classifier: trained classifier with ISDA statistics.
         generator: trained generator of the same data set; None: one that is trained with the
             decoder, which ``start`` must then be.
-        out: folder to write to.
         settings: settings of the inversion.
+        options: out, resume, capture, checkpoint_seconds and minutes count.
         judge: another classifier, which has no part in the inversion.
         samples: training images to invert, of which the grid shows at most 20.
         strength: λ; by default λ₀ of the recipe.
         seed: seed of images, latents and draws.
-        capture: capture the iterations in CUDA graphs on a GPU.
+
+    Raises:
+        TimeUp: the time limit ended before; the state is written.
     """
-    settings = settings or InversionSettings()
     strength = strength_of(classifier, strength)
     data = classifier.data
     trained = generator is not None
@@ -76,146 +77,137 @@ def show_inversion(
     if judge is not None:
         _require_independent(judge, classifier)
     chosen = choose_samples(classifier, samples, seed)
-    with writing(out, keep=()):
-        out.mkdir(parents=True, exist_ok=True)
-    pixels, classes = classifier.training_images(chosen), data.train_target[chosen].tolist()
-    features = classifier.all_features(pixels)
-    key = counter_rng.key(seed, device=features.device)
-
-    starts = counter_rng.normal(
-        (samples, settings.restarts, generator.settings.noise), counter_rng.fold(key, _START)
-    )
-    one_pass = None
-    if settings.start == "decoder":
-        decoder = train_decoder(
-            classifier,
-            generator,
-            eta=settings.eta,
-            steps=settings.decoder_steps,
-            seed=seed,
-            with_generator=not trained,
-            progress=True,
-        )
-        latent = decoder(features, data.train_target[chosen])
-        one_pass = _images(generator, latent, classes)
-        starts[:, 0] = latent
-    latent, step_1 = _reconstruct(
-        classifier, generator, pixels, features, classes, starts, settings, capture=capture
-    )
-    drawn = draw_moves(classifier, classes, settings.draws, strength, counter_rng.fold(key, _DRAWS))
-    moves = torch.cat([drawn, random_moves(drawn, counter_rng.fold(key, _CONTROL))], 1)
-    wanted = features[:, None] + moves  # (samples, 2 draws, A)
-    found = _augment(classifier, generator, wanted, classes, latent, settings, capture=capture)
-
-    def measure(images: Tensor, wanted: Tensor, moves: Tensor | None = None) -> dict[str, Any]:
-        return _measure(classifier, judge, images, classes, wanted, moves)
-
-    draws, wanted_first = settings.draws, features[:, None]
-    rebuilt = to_bytes(_images(generator, latent, classes))[:, None]
-    columns = {"original": pixels[:, None], "reconstruction": rebuilt}
-    if one_pass is not None:
-        columns["decoder"] = to_bytes(one_pass)[:, None]
-    pictures = {name: measure(images, wanted_first) for name, images in columns.items()}
-    for name, part in (("ISDA", slice(0, draws)), ("control", slice(draws, None))):
-        columns[name] = to_bytes(found[:, part])
-        start = rebuilt.expand(-1, draws, -1, -1, -1)
-        before = measure(start, wanted[:, part], moves[:, part])["residual_of_move"]
-        pictures[name] = measure(columns[name], wanted[:, part], moves[:, part])
-        pictures[name]["residual_of_move_before"] = before
-    rules = (1, len(columns) - 2, len(columns) - 2 + draws)
-    grid = torch.cat([*columns.values()], 1)[:_MOST_ROWS]
-    write_grid(out / "inversion.png", grid, rules=rules)
-
-    result = {
+    arguments = {
         "classifier": str(classifier.folder),
+        "classifier_digest": classifier.digest,
         "judge": None if judge is None else str(judge.folder),
         "generator": generator.settings.name if trained else "trained with the decoder",
-        "generator_digest": generator.digest,
+        "generator_digest": generator.digest if trained else None,
         "data": data.name,
         "samples": samples,
         "strength": strength,
         "seed": seed,
         "settings": asdict(settings),
-        "step_1_loss": float(step_1.median()),
-        "pictures": pictures,
     }
-    write_json(out / "inversion.json", result)
-    return result
+    stages = Stages(options.out, "inversion", arguments, options)
+    if stages.record is not None:
+        return stages.record
 
-
-def _reconstruct(
-    classifier: TrainedClassifier,
-    generator: TrainedGenerator,
-    pixels: Tensor,
-    features: Tensor,
-    classes: list[int],
-    starts: Tensor,
-    settings: InversionSettings,
-    *,
-    capture: bool,
-) -> tuple[Tensor, Tensor]:
-    """Step I: the best latent of each image (S, noise), and its loss (S,)."""
-    samples, restarts, noise = starts.shape
-    images_of = generator.for_classes([one for one in classes for _ in range(restarts)])
-    target = to_unit(pixels).repeat_interleave(restarts, 0)
-    wanted = features.repeat_interleave(restarts, 0)
-
-    def loss(latent: Tensor) -> Tensor:
-        images = images_of(with_codes(latent, generator))
-        distance = (classifier.features(images) - wanted).square().sum(1)
-        return distance + settings.eta * (images - target).square().flatten(1).sum(1)
-
-    search = LatentSearch(
-        loss,
-        starts.reshape(-1, noise),
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
+    pixels, classes = classifier.training_images(chosen), data.train_target[chosen].tolist()
+    features = classifier.all_features(pixels)
+    key = counter_rng.key(seed, device=features.device)
+    inversion = Inversion(classifier, generator, classes, settings, stages, options.capture)
+    starts = counter_rng.normal(
+        (samples, settings.restarts, generator.settings.noise), counter_rng.fold(key, _START)
     )
-    before = search.evaluate()
-    losses = search.run(
-        settings.iterations, settings.learning_rates[0], capture=capture, label="step I"
-    )
-    # few iterations at the high learning rate may end above a good start, such as the decoder's
-    found = torch.where((losses < before)[:, None], search.latent.detach(), starts.flatten(0, 1))
-    best = torch.minimum(losses, before).view(samples, restarts).min(1)
-    found = found.view(samples, restarts, noise)
-    rows = torch.arange(samples, device=found.device)
-    return normalized(found[rows, best.indices]), best.values
+    columns = {"original": pixels[:, None]}
+    if settings.start == "decoder":
+        decoder = train_decoder(
+            classifier,
+            generator,
+            stages,
+            eta=settings.eta,
+            steps=settings.decoder_steps,
+            seed=seed,
+            with_generator=not trained,
+        )
+        starts[:, 0] = decoder(features, data.train_target[chosen])
+    latent, step_1 = inversion.reconstruct(pixels, features, starts)
+    columns["reconstruction"] = to_bytes(inversion.images(latent[:, None]))
+    if settings.start == "decoder":
+        columns["decoder"] = to_bytes(inversion.images(starts[:, :1]))
+    draws = settings.draws
+    drawn = draw_moves(classifier, classes, draws, strength, counter_rng.fold(key, _DRAWS))
+    moves = torch.cat([drawn, random_moves(drawn, counter_rng.fold(key, _CONTROL))], 1)
+    wanted = features[:, None] + moves  # (samples, 2 draws, A)
+    found = to_bytes(inversion.augment(latent, wanted))
+
+    def measured(images: Tensor, wanted: Tensor, moves: Tensor | None = None) -> dict[str, Any]:
+        return _measure(classifier, judge, images, classes, wanted, moves)
+
+    pictures = {name: measured(images, features[:, None]) for name, images in columns.items()}
+    start = columns["reconstruction"].expand(-1, draws, -1, -1, -1)
+    for name, part in (("ISDA", slice(0, draws)), ("control", slice(draws, None))):
+        columns[name] = found[:, part]
+        before = measured(start, wanted[:, part], moves[:, part])["residual_of_move"]
+        pictures[name] = measured(columns[name], wanted[:, part], moves[:, part])
+        pictures[name]["residual_of_move_before"] = before
+    rules = (1, len(columns) - 2, len(columns) - 2 + draws)
+    grid = torch.cat([*columns.values()], 1)[:_MOST_ROWS]
+    write_grid(options.out / "inversion.png", grid, rules=rules)
+    return stages.end({"step_1_loss": float(step_1.median()), "pictures": pictures})
 
 
-def _augment(
-    classifier: TrainedClassifier,
-    generator: TrainedGenerator,
-    wanted: Tensor,
-    classes: list[int],
-    latent: Tensor,
-    settings: InversionSettings,
-    *,
-    capture: bool,
-) -> Tensor:
-    """Step II: images (S, M, ...) whose features are as near to ``wanted`` (S, M, A) as found."""
-    samples, number, _ = wanted.shape
-    repeated = [one for one in classes for _ in range(number)]
-    images_of, flat = generator.for_classes(repeated), wanted.flatten(0, 1)
+@dataclass(frozen=True, eq=False)
+class Inversion:
+    """Both steps of Appendix C, for images of given classes."""
 
-    def loss(latent: Tensor) -> Tensor:
-        images = images_of(with_codes(latent, generator))
-        return (classifier.features(images) - flat).square().sum(1)
+    classifier: TrainedClassifier
+    generator: TrainedGenerator
+    classes: list[int]
+    settings: InversionSettings
+    stages: Stages
+    capture: bool
 
-    search = LatentSearch(
-        loss,
-        latent.repeat_interleave(number, 0),
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-    )
-    search.run(settings.iterations, settings.learning_rates[1], capture=capture, label="step II")
-    found = _images(generator, normalized(search.latent.detach()), repeated)
-    return found.unflatten(0, (samples, number))
+    def reconstruct(
+        self, pixels: Tensor, features: Tensor, starts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Step I: the best latent of each image (S, noise), and its loss (S,)."""
+        samples, restarts, noise = starts.shape
+        images_of = self._images_of(restarts)
+        target = to_unit(pixels).repeat_interleave(restarts, 0)
+        wanted = features.repeat_interleave(restarts, 0)
 
+        def loss(latent: Tensor) -> Tensor:
+            images = images_of(latent)
+            distance = (self.classifier.features(images) - wanted).square().sum(1)
+            return distance + self.settings.eta * (images - target).square().flatten(1).sum(1)
 
-@torch.no_grad()
-def _images(generator: TrainedGenerator, latent: Tensor, classes: list[int]) -> Tensor:
-    return generator.for_classes(classes)(with_codes(latent, generator))
+        search = self._search(loss, starts.reshape(-1, noise))
+        before = search.evaluate()
+        losses = self._run(search, "step I", self.settings.learning_rates[0])
+        # few iterations at the high learning rate may end above a good start, such as the decoder's
+        found = torch.where(
+            (losses < before)[:, None], search.latent.detach(), starts.flatten(0, 1)
+        )
+        best = torch.minimum(losses, before).view(samples, restarts).min(1)
+        found = found.view(samples, restarts, noise)
+        rows = torch.arange(samples, device=found.device)
+        return normalized(found[rows, best.indices]), best.values
+
+    def augment(self, latent: Tensor, wanted: Tensor) -> Tensor:
+        """Step II: images (S, M, ...) whose features are as near to ``wanted`` (S, M, A) as found.
+
+        ``latent`` (S, noise) is where it starts.
+        """
+        samples, number, _ = wanted.shape
+        images_of, flat = self._images_of(number), wanted.flatten(0, 1)
+
+        def loss(latent: Tensor) -> Tensor:
+            return (self.classifier.features(images_of(latent)) - flat).square().sum(1)
+
+        search = self._search(loss, latent.repeat_interleave(number, 0))
+        self._run(search, "step II", self.settings.learning_rates[1])
+        return self.images(normalized(search.latent.detach()).unflatten(0, (samples, number)))
+
+    @torch.no_grad()
+    def images(self, latent: Tensor) -> Tensor:
+        """Images (S, M, ...) of latents (S, M, noise)."""
+        flat = self._images_of(latent.shape[1])(latent.flatten(0, 1))
+        return flat.unflatten(0, latent.shape[:2])
+
+    def _images_of(self, number: int) -> Callable[[Tensor], Tensor]:
+        """Function from latents to images, so many of the class of each sample in a row."""
+        images_of = self.generator.for_classes([one for one in self.classes for _ in range(number)])
+        return lambda latent: images_of(with_codes(latent, self.generator))
+
+    def _search(self, loss: Callable[[Tensor], Tensor], start: Tensor) -> LatentSearch:
+        momentum, weight_decay = self.settings.momentum, self.settings.weight_decay
+        return LatentSearch(loss, start, momentum=momentum, weight_decay=weight_decay)
+
+    def _run(self, search: LatentSearch, stage: str, learning_rate: float) -> Tensor:
+        iterations = self.settings.iterations
+        return search.run(self.stages, stage, iterations, learning_rate, capture=self.capture)
 
 
 @torch.no_grad()

@@ -5,8 +5,6 @@ of a GAN, which is frozen, too, or a new one that is trained with the network: t
 needed. The latents are pictures on their own, and starting points of the inversion.
 """
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,10 +15,10 @@ from isda.experiments.generators.gan_networks import Generator
 from isda.experiments.generators.gan_settings import get_gan
 from isda.experiments.generators.gan_step import to_unit
 from isda.experiments.generators.latent_search import normalized, with_codes
+from isda.experiments.generators.stages import Stages
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.networks.network import seeded
-from isda.experiments.training.progress import show_progress
 
 __all__ = ["LatentDecoder", "create_generator", "train_decoder"]
 
@@ -58,23 +56,23 @@ def create_generator(classifier: TrainedClassifier, seed: int = 0) -> TrainedGen
 def train_decoder(
     classifier: TrainedClassifier,
     generator: TrainedGenerator,
+    stages: Stages,
     *,
     eta: float,
     steps: int,
     seed: int = 0,
     with_generator: bool = False,
-    progress: bool = False,
 ) -> LatentDecoder:
     """Train on the training images with ``‖f(G(z)) - a‖² + eta ‖G(z) - x‖²``, as in step I.
 
     Args:
         classifier: where the features come from.
         generator: what makes images of latents.
+        stages: what the training is a part of.
         eta: weight of the pixels.
         steps: number of training steps.
         seed: seed of weights and order.
         with_generator: train the generator, too.
-        progress: show a progress bar.
     """
     data, device = classifier.data, classifier.device
     with seeded(seed):
@@ -82,32 +80,34 @@ def train_decoder(
             classifier.network.num_features, data.num_classes, generator.settings.noise
         ).to(device)
     features = classifier.all_features(data.train_images)
-    parameters = list(decoder.parameters())
+    networks: dict[str, nn.Module] = {"decoder": decoder}
     if with_generator:
-        parameters += generator.train().requires_grad_(True).parameters()
-    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+        networks["generator"] = generator.train().requires_grad_(True)
+    optimizer = torch.optim.Adam(nn.ModuleDict(networks).parameters(), lr=1e-3)
     key = counter_rng.key(seed, device=device)
-    with show_progress(steps, "decoder", "step", show=progress) as bar:
-        for step, index in enumerate(_batches(len(features), steps, key)):
-            for group in optimizer.param_groups:
-                group["lr"] = 1e-3 * (1 - step / steps)
-            label = data.train_target[index]
-            latent = with_codes(decoder(features[index], label), generator)
-            images = generator.for_classes(label.tolist())(latent)
-            found = classifier.features(images)
-            pixels = (images - to_unit(classifier.training_images(index))).square()
-            distance = (found - features[index]).square().sum(1)
-            loss = (distance + eta * pixels.flatten(1).sum(1)).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            bar.update()
+
+    def step(done: int, _: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - done / steps)
+        index = _batch(done, len(features), key)
+        label = data.train_target[index]
+        latent = with_codes(decoder(features[index], label), generator)
+        images = generator.for_classes(label.tolist())(latent)
+        found = classifier.features(images)
+        pixels = (images - to_unit(classifier.training_images(index))).square()
+        distance = (found - features[index]).square().sum(1)
+        loss = (distance + eta * pixels.flatten(1).sum(1)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    stages.run("decoder", [1] * steps, step, {**networks, "optimizer": optimizer})
     generator.eval().requires_grad_(False)
     return decoder.eval().requires_grad_(False)
 
 
-def _batches(number: int, steps: int, key: Tensor) -> Iterator[Tensor]:
-    """Indices of the images of each step, in a new order in every epoch."""
-    epochs = (counter_rng.permutation(number, counter_rng.fold(key, epoch))
-              for epoch in itertools.count())  # fmt: skip
-    return itertools.islice((index for order in epochs for index in order.split(_BATCH)), steps)
+def _batch(step: int, number: int, key: Tensor) -> Tensor:
+    """Indices of the images of a step, in a new order in every epoch."""
+    epoch, place = divmod(step, -(-number // _BATCH))
+    order = counter_rng.permutation(number, counter_rng.fold(key, epoch))
+    return order[place * _BATCH : (place + 1) * _BATCH]

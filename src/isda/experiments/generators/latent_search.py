@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from isda.experiments.errors import RunError
+from isda.experiments.generators.stages import Stages
 from isda.experiments.generators.trained_generator import TrainedGenerator
-from isda.experiments.training.progress import show_progress
 from isda.experiments.training.side_by_side import CapturedSteps, graph_sizes
 
 __all__ = ["LatentSearch", "normalized", "with_codes"]
@@ -87,29 +87,43 @@ class LatentSearch:
         yield self._buffer
         yield self.losses
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Latents and momentum, to continue from."""
+        return {"latent": self.latent.detach(), "momentum": self._buffer}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Continue from the latents and the momentum of another search."""
+        self.latent.copy_(state["latent"])
+        self._buffer.copy_(state["momentum"])
+
     def run(
-        self, iterations: int, learning_rate: float, *, capture: bool, label: str = ""
+        self, stages: Stages, stage: str, iterations: int, learning_rate: float, *, capture: bool
     ) -> Tensor:
         """Run all iterations; the rate is divided by 10 after each quarter of them.
 
         Args:
+            stages: what the search is a part of.
+            stage: its name there.
             iterations: number of iterations.
             learning_rate: rate of the first quarter.
             capture: capture the iterations in CUDA graphs on a GPU.
-            label: label of a progress bar; empty: none.
 
         Returns:
             The loss of each latent at the end.
         """
         runner = CapturedSteps([self], capture=capture and self.device.type == "cuda")
         quarter = -(-iterations // 4)
-        with show_progress(iterations, label, "iteration", show=bool(label)) as bar:
-            for number in range(4):
-                self.learning_rate.fill_(learning_rate / 10**number)
-                left = min(quarter, iterations - number * quarter)
-                for times in graph_sizes(max(0, left)):
-                    runner.run(LatentSearch.step, times=times)
-                    bar.update(times)
+
+        def step(done: int, times: int) -> None:
+            self.learning_rate.fill_(learning_rate / 10 ** (done // quarter))
+            runner.run(LatentSearch.step, times=times)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the time limit counts what has been done
+
+        firsts = range(0, iterations, quarter)
+        sizes = [size for first in firsts for size in graph_sizes(min(quarter, iterations - first))]
+        stages.run(stage, sizes, step, {"search": self})
         losses = self.evaluate()
         if not losses.isfinite().all():
             raise RunError(

@@ -10,6 +10,7 @@ from isda import Covariance, ISDALoss
 from isda.experiments.data.arrays import ImageArrays, normalize
 from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.generators.tested_images import load_tested_images
+from isda.experiments.generators.trained_generator import weights_digest
 from isda.experiments.losses.baselines import create_criterion
 from isda.experiments.networks import Network
 from isda.experiments.settings import Options, Recipe
@@ -38,6 +39,11 @@ class TrainedClassifier:
     def device(self) -> torch.device:
         """Device of the network and of the targets."""
         return self.data.train_target.device
+
+    @property
+    def digest(self) -> int:
+        """A number that changes with any weight and any of the statistics."""
+        return weights_digest([self.network, *([self.criterion] if self.criterion else [])])
 
     def training_images(self, index: Tensor) -> Tensor:
         """The uint8 training images that an index of any shape asks for, on the device."""

@@ -1,7 +1,7 @@
 """A trained generator: images of given classes from latents."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from isda.experiments.generators.gan_networks import Generator
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.generators.gan_step import GanLane, draw_latent, to_bytes
 
-__all__ = ["TrainedGenerator", "load_generator"]
+__all__ = ["TrainedGenerator", "load_generator", "weights_digest"]
 
 _BATCH = 1000  # images at a time
 
@@ -54,15 +54,8 @@ class TrainedGenerator(nn.Module):
 
     @property
     def digest(self) -> int:
-        """A number of 48 bits that changes with any weight."""
-        digest = hashlib.sha256()
-        for network in self.networks:
-            for name, tensor in network.state_dict().items():
-                digest.update(name.encode())
-                digest.update(
-                    tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-                )
-        return int.from_bytes(digest.digest()[:6], "big")
+        """See :func:`weights_digest`."""
+        return weights_digest(self.networks)
 
     def state(self) -> dict[str, Any]:
         """What ``generator.pt`` holds besides settings and epochs."""
@@ -141,3 +134,13 @@ def load_generator(folder: Path | str, device: torch.device | str) -> TrainedGen
             f"with isda gan train {settings.gan} --resume"
         )
     return TrainedGenerator(settings, state["num_classes"], tuple(state["image_shape"]), networks)
+
+
+def weights_digest(modules: Iterable[nn.Module]) -> int:
+    """A number of 48 bits that changes with any weight or buffer."""
+    digest = hashlib.sha256()
+    for module in modules:
+        for name, tensor in module.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest()[:6], "big")

@@ -29,8 +29,8 @@ __all__ = [
     "RunFolder",
     "locked",
     "read_checkpoint",
+    "replace_checkpoint",
     "require_free",
-    "write_checkpoint",
     "write_config",
 ]
 
@@ -306,6 +306,15 @@ def write_checkpoint(path: Path, state: dict[str, Any]) -> None:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write a checkpoint under a temporary name and rename it into place."""
+    new = path.with_suffix(".new.pt")
+    with writing(path, temporary=new):
+        write_checkpoint(new, state)
+        os.replace(new, path)
+        sync_folder(path.parent)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
