@@ -10,7 +10,6 @@ from isda import ISDALoss
 
 __all__ = [
     "STRENGTH",
-    "STRUCTURES",
     "A",
     "C",
     "N",

@@ -16,10 +16,6 @@ from torch import Tensor
 from isda import functional
 
 __all__ = [
-    "DTYPES",
-    "SHAPES",
-    "SINGLE",
-    "STRUCTURES",
     "as_kind",
     "close",
     "dtypes",
