@@ -155,10 +155,10 @@ def test_layer_is_a_convolution():
 
 
 def test_which_convolutions_are_narrow():
-    narrow = [conv(16, 16), conv(32, 16), conv(32, 32)]
-    others = [conv(3, 16), conv(64, 64), conv(16, 32, 1), conv(16, 32, stride=2)]
+    narrow = [conv(16, 16), conv(32, 16), conv(32, 32), conv(64, 64)]
+    others = [conv(3, 16), conv(128, 64), conv(16, 32, 1), conv(16, 32, stride=2)]
     assert all(isinstance(layer, NarrowConv2d) for layer in narrow)
     assert not any(isinstance(layer, NarrowConv2d) for layer in others)
     assert not isinstance(conv(16, 16, groups=2), NarrowConv2d)
     network = create_network("resnet110", num_classes=10)
-    assert sum(isinstance(part, NarrowConv2d) for part in network.modules()) == 36 + 35
+    assert sum(isinstance(part, NarrowConv2d) for part in network.modules()) == 36 + 35 + 35

@@ -1,6 +1,6 @@
 """3×3 convolutions with few channels, by Triton on NVIDIA GPUs.
 
-ResNet-32 and ResNet-110 spend most of a training step in convolutions with 16 and 32 channels,
+ResNet-32 and ResNet-110 spend most of a training step in convolutions with 16 to 64 channels,
 where cuDNN is several times slower than the memory traffic requires (``docs/speed.md``).
 """
 
@@ -26,7 +26,7 @@ class NarrowConv2d(nn.Conv2d):
         out_channels: 16, 32 or 64.
     """
 
-    CHANNELS = (16, 32)
+    CHANNELS = (16, 32, 64)
     """Numbers of channels for which networks use this layer."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
