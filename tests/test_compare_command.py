@@ -100,14 +100,14 @@ def test_report_of_the_digits(
     page = Path("report.html").read_text(encoding="utf-8")
     rows = [row for row in cells_of(page) if row[0] == "digits-resnet8-isda"]
     assert len(rows) == 1
-    assert rows[0][3].replace("−", "-") == (
+    assert rows[0][2].replace("−", "-") == (
         f"{np.mean(errors[1]) - np.mean(errors[0]):+z.2f} "
         f"({interval.low:+z.2f} to {interval.high:+z.2f})"
     )
     spreads = (f"{np.mean(side):.2f} ± {np.std(side, ddof=1):.2f}" for side in errors)
-    assert rows[0][5] == " → ".join(spreads)
-    assert rows[0][6] == " → ".join(f"{np.mean(side):.3f}" for side in raw["test_loss"])
-    assert rows[0][7] == " → ".join(f"{100 * np.mean(side):.2f}" for side in raw["test_ece"])
+    assert rows[0][4] == " → ".join(spreads)
+    assert rows[0][5] == " → ".join(f"{np.mean(side):.3f}" for side in raw["test_loss"])
+    assert rows[0][6] == " → ".join(f"{100 * np.mean(side):.2f}" for side in raw["test_ece"])
     assert all(cell in printed for cell in rows[0])
 
 
