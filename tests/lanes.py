@@ -52,7 +52,7 @@ NUMBER = 77  # images: batches of 32, 32 and 13
 SIZES = [32, 32, 13]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def data(device: torch.device) -> ImageArrays:
     """Some of the digits, without duplicates."""
     digits = load_data("digits")

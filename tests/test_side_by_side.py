@@ -142,7 +142,7 @@ def test_precision_of_products_does_not_show_in_the_curves() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("device", [torch.device("cuda")], scope="module")
+@pytest.mark.parametrize("device", [torch.device("cuda")])
 class TestCaptured:
     RECIPES = (
         RECIPE,
