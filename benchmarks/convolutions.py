@@ -1,6 +1,7 @@
 """Time of 3×3 convolutions with few channels: cuDNN against the Triton kernels.
 
     python benchmarks/convolutions.py --out convolutions.csv
+    python benchmarks/convolutions.py --table convolutions.csv
 
 measures the three stages of the CIFAR ResNets in bfloat16: output, gradient of the images and
 gradient of the weight, in µs. Calls are captured in a CUDA graph, as in training, and use several
@@ -31,16 +32,19 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--table", type=Path, help="print a CSV file as a Markdown table and exit")
     arguments = parser.parse_args(words)
+    if arguments.table:
+        with arguments.table.open(newline="") as file:
+            print(markdown(list(csv.DictReader(file))))
+        return
     if arguments.batch_size < 1:
         parser.error(f"--batch-size must be >= 1, got {arguments.batch_size}")
     if not torch.cuda.is_available():
         parser.error("needs a CUDA GPU")
     torch.backends.cudnn.benchmark = True
     rows = [row for stage in STAGES for row in measure(arguments.batch_size, *stage)]
-    for row in rows:
-        print("{channels:3} channels, {result:22} cuDNN {cudnn:6.1f} µs, Triton {triton:6.1f} µs"
-              .format(**row))  # fmt: skip
+    print(markdown(rows))
     if arguments.out:
         with arguments.out.open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0]])
@@ -109,6 +113,17 @@ def microseconds(
         for call in calls:  # compile, and select kernels
             call()
         return round(1e6 * seconds_per_call(calls * ROUNDS, "cuda", repeat=REPEATS), 2)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """Rows as a Markdown table, in µs."""
+    header = "| channels | pixels | result | cuDNN | Triton |\n| ---: | ---: | --- | ---: | ---: |"
+    lines = [
+        f"| {row['channels']} | {row['size']}×{row['size']} | {row['result']} "
+        f"| {float(row['cudnn']):.1f} | {float(row['triton']):.1f} |"
+        for row in rows
+    ]
+    return "\n".join([header, *lines])
 
 
 if __name__ == "__main__":

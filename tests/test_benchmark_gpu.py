@@ -113,3 +113,14 @@ def test_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = list(csv.DictReader(out.open()))
     assert [int(row["channels"]) for row in rows] == [16] * 3 + [32] * 3 + [64] * 3
     assert all(float(row["cudnn"]) > 0 and float(row["triton"]) > 0 for row in rows)
+
+
+def test_convolutions_table_is_that_of_its_record(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    record = SCRIPT.parents[1] / "results" / "benchmarks" / "convolutions_h200.csv"
+    load(SCRIPT.with_name("convolutions.py")).main(["--table", str(record)])
+    page = (SCRIPT.parents[1] / "docs" / "speed.md").read_text(encoding="utf-8")
+    table = page.split("<!-- table:convolutions_h200 -->\n")[1].split("<!-- /table -->")[0]
+    assert capsys.readouterr().out == table

@@ -217,6 +217,25 @@ def test_every_block_of_a_page(records) -> None:
         assert "no records" in BLOCKS[block](one, "")
 
 
+def test_effect_by_data_and_network(records) -> None:
+    """Unchanged recipes, then those with changed settings, in order of images and λ₀."""
+    first, title, few = BLOCKS["effect"](records, "cifar100-resnet32").split("\n\n")
+    assert first.splitlines()[2:][0].startswith("| CIFAR-100, ResNet-32, λ₀ = 0.5 | ")
+    assert len(first.splitlines()) == 3
+    assert title == "CIFAR-100, ResNet-32:"
+    for number, row in zip((50, 100), few.splitlines()[2:4], strict=True):
+        changes = f"+batch_size=125+images_per_class={number}"
+        before, after = (naive_mean(name + changes, "test_error", 10) for name in PAIR)
+        label = f"batches of 125, {number} images per class, λ₀ = 0.5"
+        assert row.startswith(f"| {label} | {before:.2f} → {after:.2f}: ")
+    tables = BLOCKS["effect"](records, "digits").split("digits, ResNet-8:\n\n")
+    assert len(tables) == 2
+    labels = [row.split(" | ")[0] for row in tables[1].splitlines() if "| 25 epochs" in row]
+    values = [float(label.rpartition("= ")[2]) for label in labels]
+    assert values == sorted(values)
+    assert {0.25, 0.5, 1.0, 2.5, 5.0} <= {*values}
+
+
 def test_numbers_of_training_images(records) -> None:
     """From the files: CIFAR-100 with 50, 100 and all 500 images per class."""
     table = BLOCKS["images"](records, "cifar100-resnet32")

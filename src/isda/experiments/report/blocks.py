@@ -136,10 +136,27 @@ def recipes_block(runs: Iterable[Run], prefix: str = "") -> str:
 
 
 def _effect(runs: Iterable[Run], prefix: str) -> str:
-    """Table: error, NLL and ECE of cross entropy and ISDA with the interval of the difference."""
-    rows = [[result.title, *_effect_cells(result), result.seeds]
-            for result in comparisons(runs, prefix)]  # fmt: skip
-    return markdown_rows(["training", *_TITLES, "seeds"], rows, pad=False)
+    """Tables: error, NLL and ECE of cross entropy and ISDA with the interval of the difference.
+
+    First the recipes as they are, then those with changed settings, by data set and network.
+    """
+    groups: dict[str, list[Comparison]] = {"": []}
+    for result in comparisons(runs, prefix):
+        changed = "+" in result.method.name
+        groups.setdefault(result.method.subject if changed else "", []).append(result)
+    parts = []
+    for subject, results in groups.items():
+        if subject:
+            results.sort(key=_settings_order)
+        rows = [
+            [result.settings if subject else result.title, *_effect_cells(result), result.seeds]
+            for result in results
+        ]
+        header = ["settings" if subject else "training", *_TITLES, "seeds"]
+        title = f"{escape_markdown(subject)}:\n\n" if subject else ""
+        if rows:
+            parts.append(title + markdown_rows(header, rows, pad=False))
+    return "\n\n".join(parts)
 
 
 def _summary(runs: Iterable[Run], prefix: str) -> str:
@@ -236,13 +253,17 @@ BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
 
 
 def _loss(result: Comparison) -> str:
-    """Name of the loss, with its settings: what the title has that that of cross entropy lacks."""
-    method, baseline = result.method, result.baseline.training().split(", ")
-    words = [
-        word for word in method.training().split(", ") if word not in (*baseline, method.label)
-    ]
+    """Name of the loss, with the settings that cross entropy does not have."""
+    method, shared = result.method, {*result.baseline.settings(), result.method.label}
+    words = [word for word in method.settings() if word not in shared]
     strength = [f"λ₀ = {method.recipe.lambda_0:g}"] * (method.recipe.method == "isda")
     return ", ".join([method.label, *words, *strength])
+
+
+def _settings_order(result: Comparison) -> tuple[int, list[str], float]:
+    """Sort key of changed recipes with the same data and network: number of images, others, λ₀."""
+    recipe = result.method.recipe
+    return recipe.images_per_class, result.method.settings(), recipe.lambda_0
 
 
 def _effect_cells(result: Comparison) -> list[str]:

@@ -68,6 +68,11 @@ class Comparison:
         return f"{self.method.training()}, λ₀ = {self.method.recipe.lambda_0:g}"
 
     @property
+    def settings(self) -> str:
+        """The title without data set and network."""
+        return ", ".join([*self.method.settings(), f"λ₀ = {self.method.recipe.lambda_0:g}"])
+
+    @property
     def split(self) -> str:
         """Split that was evaluated: the test set, or held-out training images."""
         return "validation" if self.method.recipe.hold_out else "test"

@@ -82,14 +82,9 @@ class Side:
             return _LABELS[method]
         return " + ".join(_LABELS.get(part, part.capitalize()) for part in method.split("_"))
 
-    def training(self, *, without: Collection[str] = ()) -> str:
-        """Data set, network and settings that differ from the recipe's, except λ₀.
-
-        Such as ``CIFAR-100, ResNet-32``.
-
-        Args:
-            without: settings to leave out.
-        """
+    @property
+    def subject(self) -> str:
+        """Data set and network, such as ``CIFAR-100, ResNet-32``."""
         parts = self.name.partition("+")[0].rsplit("-", 2)
         if len(parts) < 3:  # a name that no recipe gives
             return self.name
@@ -98,15 +93,28 @@ class Side:
             network = f"{self.recipe.network}, {'frozen' if self.recipe.freeze else 'fine-tuned'}"
         else:
             network = NAMES.get(network, network.replace("resnet", "ResNet-"))
-        words = [NAMES.get(data, data), network]
-        label = self.label
+        return f"{NAMES.get(data, data)}, {network}"
+
+    def settings(self, *, without: Collection[str] = ()) -> list[str]:
+        """Companions such as dropout, and settings that differ from the recipe's, except λ₀.
+
+        Args:
+            without: settings to leave out.
+        """
+        if self.subject == self.name:
+            return []
+        words, label = [], self.label
         if self.recipe.method in ("isda", "ce") and label not in (_LABELS["isda"], _LABELS["ce"]):
             words.append(label)
         for change in self.name.split("+")[1:]:
             field, _, value = change.partition("=")
             if field not in ("lambda_0", "method", *without):
                 words.append(_SETTINGS.get(field, field.replace("_", " ") + " {}").format(value))
-        return ", ".join(words)
+        return words
+
+    def training(self, *, without: Collection[str] = ()) -> str:
+        """Subject and settings, such as ``CIFAR-100, ResNet-32, 100 images per class``."""
+        return ", ".join([self.subject, *self.settings(without=without)])
 
     def only(self, seeds: Collection[int]) -> "Side":
         """A copy with the runs of the given seeds."""
