@@ -74,7 +74,7 @@ LIBRARY_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
 	versions moments quadratic bound cross_entropy explicit_augmentation covariance \
 	loss loss_state loss_arguments loss_options own_estimator bad_batches \
 	class_weights covariance_index statistics \
-	attach attach_lifetime attach_misuse attach_options pairing resized_logits \
+	attach attach_functional attach_lifetime attach_misuse attach_options pairing resized_logits \
 	multilabel multilabel_refusals properties))
 COMPILED_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
 	compile distributed sharded sharded_blocks))

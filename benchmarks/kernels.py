@@ -392,7 +392,7 @@ def _create_calls(row: Row, batches: list[Batch], peer: Path | None) -> list[Cal
     for x, y in batches:
         estimator.update(x, y)
     if row.piece.startswith("loss"):
-        ours = isda.ISDALoss(row.A, row.C, total_steps=2, covariance=estimator)
+        ours = isda.ISDALoss(row.A, row.C, total_steps=10_000, covariance=estimator)
         if row.piece in EAGER:
             attached: Loss = isda.attach(head, ours)
             if row.piece == COMPILED:

@@ -160,7 +160,7 @@ def test_layer_that_is_not_the_head(target, device):
 
 def test_output_that_is_not_a_tensor(model, images, target):
     criterion = attach(model, **options())
-    with pytest.raises(TypeError, match=r"logits must be a tensor, got dict; .* as \.logits"):
+    with pytest.raises(TypeError, match=r"logits must be a tensor, got dict: .* output\.logits"):
         criterion({"logits": model(images)}, target)
 
 
@@ -168,3 +168,25 @@ def test_mixed_up_target(model, images, target):
     criterion = attach(model, **options())
     with pytest.raises(ValueError, match=re.escape("class indices must have shape (6,), got (5,)")):
         criterion(model(images), target[1:])
+
+
+def test_logits_of_a_copy_while_the_attached_model_is_in_eval_mode(model, images, target):
+    """Such as training the restored best copy: the warning says that nothing is augmented."""
+    criterion = attach(model, **options())
+    criterion(model(images), target)
+    trained = copy.deepcopy(model).train()
+    model.eval()
+    with torch.no_grad():
+        criterion(model(images), target)
+    with pytest.warns(UserWarning, match="these logits are of another model, such as a copy"):
+        criterion(trained(images), target)
+
+
+def test_a_hook_that_is_called_without_keywords(model, images, target):
+    """As by copies of a layer that do not know with_kwargs, such as those of torch.ao."""
+    criterion = attach(model, **options())
+    (hook,) = model[-1]._forward_pre_hooks.values()
+    features = model[:-1](images)
+    model[-1]._forward_pre_hooks.clear()
+    hook(model[-1], (features,))
+    assert criterion(model[-1](features), target).isfinite()

@@ -118,6 +118,32 @@ def test_strength_and_total_steps_of_a_model():
     assert attach(model, lambda_0=0.3, ramp="constant").strength == 0.3
 
 
+def test_reduction_of_an_attached_criterion(device):
+    """As frameworks set it on ``nn.CrossEntropyLoss``, such as fastai."""
+    model, plain = nn.Linear(4, 3).to(device), nn.CrossEntropyLoss()
+    criterion = attach(model, lambda_0=0.0, ramp="constant")
+    x, target = torch.randn(5, 4, device=device), torch.tensor([0, 1, 2, 1, 0], device=device)
+    for mode in (True, False):
+        criterion.train(mode)
+        for reduction in ("none", "sum", "mean"):
+            criterion.reduction = plain.reduction = reduction
+            assert criterion.reduction == reduction
+            torch.testing.assert_close(criterion(model(x), target), plain(model(x), target))
+    with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'max'"):
+        criterion.reduction = "max"
+
+
+def test_unknown_options_are_refused_in_eval_mode(device):
+    model = nn.Linear(4, 3).to(device)
+    criterion = attach(model, ramp="constant").eval()
+    x, target = torch.randn(5, 4, device=device), torch.tensor([0, 1, 2, 1, 0], device=device)
+    assert criterion(model(x), target, progress=0.5, update=False).isfinite()
+    for training in (False, True):
+        criterion.train(training)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'reduction'"):
+            criterion(model(x), target, reduction="none")
+
+
 def test_every_option_reaches_the_loss():
     options = {
         "lambda_0": 0.3,

@@ -36,6 +36,13 @@ def create_model(num_features: int = A, num_classes: int = C) -> nn.Sequential:
     )
 
 
+class Net:
+    """What ``docs/frameworks.md`` uses of ``skorch.NeuralNetClassifier``."""
+
+    def __init__(self, module: nn.Module, **_options: Any) -> None:
+        self.module_ = module
+
+
 @pytest.fixture
 def names() -> dict[str, Any]:
     """What the pages take for granted: a model, a batch, the number of steps."""
@@ -148,7 +155,7 @@ def test_frameworks(names: dict[str, Any], tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
     transformers = pytest.importorskip("transformers")
     accelerate = pytest.importorskip("accelerate")
-    hugging_face, classifier, prepare, shard = code_blocks("frameworks.md", "python")
+    hugging_face, classifier, prepare, shard, net = code_blocks("frameworks.md", "python")
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     values = {"Trainer": transformers.Trainer, "arguments": arguments, "dataset": [0]}
     exec(hugging_face, {**names, **values})
@@ -160,3 +167,6 @@ def test_frameworks(names: dict[str, Any], tmp_path: Path) -> None:
     exec(prepare, names := {**names, **values, "optimizer": optimizer})
     assert names["criterion"].total_steps == 8
     exec(shard, {**names, "fully_shard": nn.Module.train})  # with FSDP2: examples/frameworks
+    exec(net, names := {**names, "NeuralNetClassifier": Net})
+    criterion = names["net"].initialize_criterion().criterion_
+    assert criterion(names["model"](names["x"]), names["y"]).requires_grad

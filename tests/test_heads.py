@@ -253,3 +253,50 @@ def test_sharded_weight_without_a_way_to_gather_it():
     model.weight.data = torch.empty(0)
     with pytest.raises(ValueError, match=r"has shape \(0,\) outside of its forward pass"):
         criterion(logits, torch.tensor([0, 1, 2]))
+
+
+class Adapted(nn.Module):
+    """As a layer with LoRA in peft."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Saved(nn.Module):
+    """As a layer in modules_to_save of peft: a copy is trained in its place."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.original_module = layer
+        self.modules_to_save = nn.ModuleDict({"default": nn.Linear(layer.in_features, C)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modules_to_save["default"](x)
+
+
+def test_layers_that_peft_adapts():
+    model = nn.Sequential(Adapted(nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, C))
+    assert find_head(model) is model[2]
+    model[2] = Adapted(model[2])
+    for head in (None, "2.base_layer", ["2.base_layer", "2.lora_B.default"]):
+        with pytest.raises(ValueError, match=r"head must not be part of an adapter .*modules_to_s"):
+            attach(model, head=head)
+    model[2] = Saved(model[2].base_layer)
+    assert find_head(model) is model[2].modules_to_save["default"]
+
+
+def test_a_last_convolution_that_is_not_1x1_is_named():
+    last = nn.Conv2d(4, C, 3)
+    shown = re.escape("; 1, Conv2d(4, 5, kernel_size=(3, 3), stride=(1, 1)), is none: only a 1×1")
+    with pytest.raises(ValueError, match=f"found none in Sequential{shown}"):
+        attach(nn.Sequential(nn.Conv2d(3, 4, 3), last))
+    inner = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1))
+    shown = shown.replace("1,", "2,", 1)
+    with pytest.raises(ValueError, match=rf"found 2 with 4 outputs .*{shown}.*; pass head="):
+        attach(nn.Sequential(*inner, last))

@@ -2,6 +2,8 @@
 
 import inspect
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,44 @@ def test_a_step_makes_few_calls(device):
     finally:
         sys.setprofile(None)
     assert 10 < len(calls) <= 30, calls
+
+
+def test_more_steps_than_total_steps_warn_once(device):
+    x = inputs(device)
+    labels = F.one_hot(x.target, C).float()
+    for kind, target in ((ISDALoss, x.target), (isda.ISDABCEWithLogitsLoss, labels)):
+        criterion = kind(A, C, total_steps=2).to(device)
+        call = partial(criterion, x.features, x.weight, target)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
+            call()
+            for _ in range(3):  # neither is a further step
+                call(update=False)
+                criterion.eval()
+                call()
+                criterion.train()
+        with pytest.warns(UserWarning, match="has counted 3 steps, more than total_steps=2"):  # noqa: PT031
+            call()
+            getattr(criterion, "check", int)()  # a GPU tells later
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
+            criterion.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "progress"),
+    [({"ramp": "constant"}, None), ({"ramp": "constant", "total_steps": 1}, None),
+     ({"total_steps": 1}, 0.5)],
+)  # fmt: skip
+def test_any_number_of_steps_without_a_ramp_or_with_progress(options, progress, device):
+    x, criterion = inputs(device), ISDALoss(A, C, **options).to(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            criterion(x.features, x.weight, x.target, progress=progress)
+        criterion.check()
 
 
 def test_options_of_an_attached_criterion_can_be_changed(device):

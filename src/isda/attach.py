@@ -4,6 +4,7 @@ A forward pre-hook on the final linear layer captures its input, so that the cri
 before, with logits and target.
 """
 
+import inspect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from isda import checks, distributed, ops
 from isda.covariance import Estimator
 from isda.criterion import Criterion, Ramp
-from isda.functional.losses import Reduction
+from isda.functional.losses import Reduction, require_reduction
 from isda.heads import Head, LinearLayer, require_criterion, require_heads, require_model, sizes
 from isda.hook import Capture
 from isda.loss import ISDALoss
@@ -26,7 +27,12 @@ __all__ = ["AttachedLoss", "attach"]
 _EVAL_MODE = (
     "the attached layer is in eval mode, so this loss is ordinary cross entropy without "
     "augmentation. To train with ISDA while the rest of the model stays in eval mode, call train() "
-    "on the layer; for validation, call the criterion under torch.no_grad()"
+    "on the layer; for validation, call model.eval() and use torch.no_grad()"
+)
+_OTHER_MODEL = (
+    "the attached layer is in eval mode and has made no forward pass since the last loss, so these "
+    "logits are of another model, such as a copy, and their loss is ordinary cross entropy without "
+    "augmentation. Attach a criterion to the model that is trained"
 )
 
 
@@ -164,17 +170,22 @@ class AttachedLoss(nn.Module):
         if not tensors or not logits.is_floating_point() or not named:
             self._refuse()
             raise _argument_error(logits, target, index)
-        features, training = [], self.training
+        is_new, training = self._captures[0].is_new, self.training
+        features, parameters = [], []
         for head, capture in zip(self.heads, self._captures, strict=True):
             training = training and head.training
             features.append(capture.features)
-            capture.features = None  # used once
+            parameters.append(capture.parameters or (head.weight, head.bias))
+            capture.features = capture.parameters = None  # used once
+            capture.is_new = False
         if not training:
-            return self._evaluate(logits, target)
-        weight, bias = self.heads[0].weight, self.heads[0].bias
-        sharded = hasattr(weight, "device_mesh") or weight.numel() == 0  # DTensor, or ZeRO-3
-        if sharded or len(self.heads) > 1:
+            return self._evaluate(logits, target, options, is_new=is_new)
+        weight, bias = parameters[0]
+        now = self.heads[0]._parameters.get("weight")  # may be sharded again after the pass
+        if now is not None and (hasattr(now, "device_mesh") or now.numel() == 0):  # DTensor, ZeRO-3
             weight, bias = self.gather_parameters()
+        elif len(parameters) > 1:
+            weight, bias = _join(parameters)
         weight = weight.flatten(1)
         try:
             rows = self._require_pair(features, logits, target, weight, bias)
@@ -217,6 +228,16 @@ class AttachedLoss(nn.Module):
         self.criterion.frozen = frozen
 
     @property
+    def reduction(self) -> Reduction:
+        """Of the losses of a batch: "mean", "sum" or "none"; can be changed at any time."""
+        return self.criterion.reduction
+
+    @reduction.setter
+    def reduction(self, reduction: Reduction) -> None:
+        require_reduction(reduction)
+        self.criterion.reduction = reduction
+
+    @property
     def lambda_0(self) -> float:
         """Final strength λ₀ of the augmentation; can be changed at any time."""
         return self.criterion.lambda_0
@@ -228,7 +249,7 @@ class AttachedLoss(nn.Module):
 
     def gather_parameters(self) -> tuple[Tensor, Tensor | None]:
         """Weight (C, A) and bias (C,) of the final layer, or of several together."""
-        weights, biases = [], []
+        parameters = []
         for head in self.heads:
             weight = distributed.full_tensor(head.weight)
             if weight.numel() == 0:
@@ -237,10 +258,9 @@ class AttachedLoss(nn.Module):
                     "its forward pass, because it is sharded: use torch's fully_shard (FSDP2), or "
                     "call isda.ISDALoss within the forward pass of the model"
                 )
-            weights.append(weight.flatten(1))
-            if head.bias is not None:
-                biases.append(distributed.full_tensor(head.bias))
-        return torch.cat(weights, 1), sum(biases) if biases else None  # type: ignore[return-value]
+            bias = None if head.bias is None else distributed.full_tensor(head.bias)
+            parameters.append((weight, bias))
+        return _join(parameters)
 
     def check(self) -> None:
         """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
@@ -281,12 +301,16 @@ class AttachedLoss(nn.Module):
         if training and hasattr(self.criterion, "refuse"):
             self.criterion.refuse()
 
-    def _evaluate(self, logits: Tensor, target: Tensor) -> Tensor:
-        """Ordinary cross entropy, as in eval mode."""
+    def _evaluate(
+        self, logits: Tensor, target: Tensor, options: dict[str, Any], *, is_new: bool
+    ) -> Tensor:
+        """Ordinary cross entropy, as in eval mode; ``options`` make no difference."""
         compiling = torch.compiler.is_compiling()
         if self.training and logits.requires_grad and not (self._warned or compiling):
             self._warned = True
-            checks.warn(_EVAL_MODE)
+            checks.warn(_EVAL_MODE if is_new else _OTHER_MODEL)
+        if options and not compiling:  # unknown ones are refused
+            inspect.signature(self.criterion.forward).bind_partial(**options)
         last, head = self._classes_last, self.heads[0]
         if last is None:  # as the layer gives them
             last = isinstance(head, nn.Linear) and self._captures[0].has_tokens
@@ -355,12 +379,20 @@ class AttachedLoss(nn.Module):
         return Rows(torch.where(differ, torch.nan, rows.features), *rows[1:])
 
 
+def _join(parameters: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    """Weight (C, A) and bias (C,) of one layer for those whose outputs are summed."""
+    weight = torch.cat([weight.flatten(1) for weight, _ in parameters], 1)
+    biases = [bias for _, bias in parameters if bias is not None]
+    return weight, sum(biases) if biases else None  # type: ignore[return-value]
+
+
 def _argument_error(logits: Any, target: Any, covariance_index: Any) -> Exception:
     """The error for arguments that are not tensors, or that are swapped."""
     if not isinstance(logits, Tensor):
         return TypeError(
-            f"logits must be a tensor, got {type(logits).__name__}; the output of a Hugging Face "
-            'model has them as .logits, that of a torchvision segmentation model as ["out"]'
+            f"logits must be a tensor, got {type(logits).__name__}: pass the logits alone, such as "
+            'output.logits of a Hugging Face model, output["out"] of a torchvision segmentation '
+            "model, or one of several outputs"
         )
     if not isinstance(target, Tensor):
         return TypeError(f"target must be a tensor, got {type(target).__name__}")

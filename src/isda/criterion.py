@@ -1,5 +1,6 @@
 """What ISDALoss and ISDABCEWithLogitsLoss share: statistics, ramp of λ, ranks and state."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -71,6 +72,7 @@ class Criterion(nn.Module):
     def total_steps(self, total_steps: int | None) -> None:
         checks.require_total_steps(total_steps)
         self._total_steps = None if total_steps is None else int(total_steps)
+        self._last_step = math.inf if total_steps is None else int(total_steps)  # warns after it
 
     @property
     def strength(self) -> float:
@@ -143,9 +145,22 @@ class Criterion(nn.Module):
             progress = 1.0
         if progress is None:
             progress = (step / self._require_total_steps()).clamp(max=1)
-        elif not isinstance(progress, Tensor):  # unlike a copy, full can be captured in a graph
+        else:
+            self._last_step = math.inf  # the number of steps makes no difference
+        if not isinstance(progress, Tensor):  # unlike a copy, full can be captured in a graph
             progress = torch.full((), progress, dtype=torch.float64, device=device)
         return functional.ramped_strength(self.lambda_0, progress.to(device).reshape(()))
+
+    def _warn_of_steps(self) -> None:
+        """Warn once that there were more steps than ``total_steps``."""
+        self._last_step = math.inf
+        checks.warn(
+            f"the criterion has counted {int(self.step)} steps, more than "
+            f"total_steps={self._total_steps}, so that λ stays at lambda_0. Every call in training "
+            "mode is a step: include all of them in total_steps, call it with update=False in "
+            "further passes of one training step (SAM, line searches, adversarial examples), and "
+            "restore its state after a learning-rate finder"
+        )
 
     def _require_total_steps(self) -> int:
         if self._total_steps is None:

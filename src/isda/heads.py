@@ -40,13 +40,23 @@ def find_head(model: nn.Module) -> LinearLayer:
         classifier = inner.get_classifier()
         if isinstance(classifier, nn.Module) and _is_linear(classifier):
             return classifier
-    linear = {name: m for name, m in inner.named_modules() if _is_linear(m)}
+    layers = {
+        name: module
+        for name, module in inner.named_modules()
+        if isinstance(module, LinearLayer) and "original_module" not in name.split(".")  # of peft
+    }
+    linear = {name: module for name, module in layers.items() if _is_linear(module)}
+    wide = ""
+    if layers and list(layers)[-1] not in linear:
+        name, layer = layers.popitem()
+        wide = f"; {name}, {layer}, is none: only a 1×1 convolution is a linear layer of each pixel"
     if not linear:
         raise ValueError(
-            f"model must end in a linear layer, {_KINDS}; found none in {type(inner).__name__}; "
-            "the call is attach(model, criterion)"
+            f"model must end in a linear layer, {_KINDS}; found none in {type(inner).__name__}"
+            f"{wide}; the call is attach(model, criterion)"
         )
     last = list(linear.values())[-1]
+    _require_no_adapter(inner, last)
     outputs = _num_outputs(last)
     candidates = [
         name
@@ -60,8 +70,8 @@ def find_head(model: nn.Module) -> LinearLayer:
         also = f"; other linear layers: {', '.join(others[-4:])}" if others else ""
         raise ValueError(
             f"model must have one final linear layer, found {len(candidates)} with {outputs} "
-            f"outputs ({', '.join(candidates[-4:])}{also}); pass head= with the name of one of "
-            "them, or with a list of names if the model adds their outputs"
+            f"outputs ({', '.join(candidates[-4:])}{also}){wide}; pass head= with the name of one "
+            "of them, or with a list of names if the model adds their outputs"
         )
     return last
 
@@ -155,12 +165,24 @@ def _require_head(model: nn.Module, head: Head) -> LinearLayer:
         raise ValueError(f"head must be a module of the model, got {layer}")
     if not _is_linear(layer):
         raise ValueError(f"head must be {_KINDS}, got {layer}")
+    _require_no_adapter(model, layer)
     if isinstance(layer.weight, UninitializedParameter) or layer.weight.is_meta:
         raise ValueError(
             f"head must have a weight with values, got {layer}: before attach, run one batch "
             "through a lazy model, or initialise a model on the meta device after to_empty()"
         )
     return layer
+
+
+def _require_no_adapter(model: nn.Module, layer: nn.Module) -> None:
+    """Raise ValueError for a part of a layer that peft has adapted."""
+    for adapted in model.modules():
+        if hasattr(adapted, "base_layer") and any(part is layer for part in adapted.modules()):
+            raise ValueError(
+                f"head must not be part of an adapter such as LoRA, got {layer}: its output is "
+                "only a part of the logits. Train the whole layer instead, in peft by naming it in "
+                "modules_to_save"
+            )
 
 
 def _unwrap(model: nn.Module) -> Any:

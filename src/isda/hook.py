@@ -18,24 +18,33 @@ _MISSING = {
     ),
     "used": (
         "its last pass was used already, and each call of the criterion needs a pass of its own. "
-        "For a second loss of the same pass, attach a second criterion. If the layer was replaced "
-        "after attach, attach again; logits of a copy of the model do not count"
+        "For mixup, pass class probabilities in one call; for a metric, use F.cross_entropy; for "
+        "another loss of the same pass, attach a second criterion. If the layer was replaced after "
+        "attach, attach again. Logits of a copy of the model do not count; to evaluate a copy, "
+        "call criterion.eval() first"
     ),
-    "eval": "its last pass was in eval mode. Call model.train() before the pass, not after it",
+    "eval": (
+        "its last pass was in eval mode. Call model.train() before the pass, not after it, and the "
+        "criterion before any pass in eval mode"
+    ),
     "removed": "remove() was called, so nothing is captured any more. Attach a new criterion",
 }
 
 
 class Capture:
-    """Forward pre-hook that keeps the layer's input until the criterion takes it."""
+    """Forward pre-hook that keeps what a layer got until the criterion takes it."""
 
     def __init__(self) -> None:
         self.features: Tensor | None = None
+        # weight and bias in this pass, which torch.func.functional_call may have exchanged; None
+        # if a parametrization computes the weight
+        self.parameters: tuple[Tensor, Tensor | None] | None = None
         self.missing = "never"  # why there are no features
         self.has_tokens = False  # whether the last input had more than two dimensions
+        self.is_new = False  # whether there was a pass, in any mode, since the last loss
 
     def __call__(
-        self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]
+        self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor] | None = None
     ) -> None:
         if _in_backward():
             return  # gradient checkpointing recomputes the forward pass
@@ -44,8 +53,8 @@ class Capture:
                 "an attached model cannot run in nn.DataParallel, whose copies hold parts of a "
                 "batch: use DistributedDataParallel, or a single device"
             )
-        features = (*inputs, *named.values())[0]
-        self.has_tokens = features.dim() > 2
+        features = (*inputs, *(named or {}).values())[0]
+        self.has_tokens, self.is_new = features.dim() > 2, True
         if not module.training:
             self.features, self.missing = None, "eval"
             return
@@ -55,6 +64,8 @@ class Capture:
                 "it before the layer (tensor parallelism is not supported)"
             )
         self.features, self.missing = features, "used"  # the reason once they are taken
+        weight = module._parameters.get("weight")
+        self.parameters = None if weight is None else (weight, module._parameters["bias"])
 
     def explain(self) -> str:
         """Why there are no features."""
@@ -67,7 +78,7 @@ class Capture:
 
     def remove(self) -> None:
         """Forget the input, because the hook was removed."""
-        self.features, self.missing = None, "removed"
+        self.features, self.parameters, self.missing = None, None, "removed"
 
     @property
     def __name__(self) -> str:  # torch.jit.script asks for it first
@@ -78,7 +89,7 @@ class Capture:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy of the model starts empty
-        return {"features": None, "missing": "never", "has_tokens": False}
+        return Capture().__dict__
 
 
 def _in_backward() -> bool:

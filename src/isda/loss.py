@@ -179,9 +179,12 @@ class ISDALoss(Criterion):
             ops.flag_overflow(
                 self.problem, self.overflow, loss.detach(), quadratic.detach(), strength.detach()
             )
-        alone = batch.world_size == 1  # otherwise all ranks raise together, in the next _gather
-        if checks.known_on_host(loss) and self.problem and (alone or self.problem != OVERFLOW):
-            self.check()
+        if checks.known_on_host(loss):
+            # on several ranks all raise together, in the next _gather
+            if self.problem and (batch.world_size == 1 or self.problem != OVERFLOW):
+                self.check()
+            if self.step > self._last_step:
+                self._warn_of_steps()
         return loss.view(positions) if self.reduction == "none" else loss
 
     @torch.no_grad()
@@ -217,10 +220,14 @@ class ISDALoss(Criterion):
     def check(self) -> None:
         """Raise the error of what a GPU has seen since the last check (synchronises).
 
+        Warns if there were more steps than ``total_steps``.
+
         Raises:
             ValueError: a batch with bad features or a bad target, which was left out.
             FloatingPointError: a loss that is not finite.
         """
+        if self.step > self._last_step:
+            self._warn_of_steps()
         problem = int(self.problem)
         if not problem:
             return

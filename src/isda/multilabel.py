@@ -138,6 +138,8 @@ class ISDABCEWithLogitsLoss(Criterion):
                 reduction="none" if self.reduction == "none" else "sum",
             )
             self._require_finite(loss, quadratic, strength, world_size)
+            if self.step > self._last_step:
+                self._warn_of_steps()
             if self.reduction != "mean":
                 return loss
             number = torch.tensor(target.numel(), device=target.device)
