@@ -169,7 +169,7 @@ class AttachedLoss(nn.Module):
         named = index is None or isinstance(index, Tensor)
         if not tensors or not logits.is_floating_point() or not named:
             self._refuse()
-            raise _argument_error(logits, target, index)
+            raise checks.argument_error(logits, target, index)
         is_new, training = self._captures[0].is_new, self.training
         features, parameters = [], []
         for head, capture in zip(self.heads, self._captures, strict=True):
@@ -384,21 +384,3 @@ def _join(parameters: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, T
     weight = torch.cat([weight.flatten(1) for weight, _ in parameters], 1)
     biases = [bias for _, bias in parameters if bias is not None]
     return weight, sum(biases) if biases else None  # type: ignore[return-value]
-
-
-def _argument_error(logits: Any, target: Any, covariance_index: Any) -> Exception:
-    """The error for arguments that are not tensors, or that are swapped."""
-    if not isinstance(logits, Tensor):
-        return TypeError(
-            f"logits must be a tensor, got {type(logits).__name__}: pass the logits alone, such as "
-            'output.logits of a Hugging Face model, output["out"] of a torchvision segmentation '
-            "model, or one of several outputs"
-        )
-    if not isinstance(target, Tensor):
-        return TypeError(f"target must be a tensor, got {type(target).__name__}")
-    if not logits.is_floating_point():
-        return ValueError(
-            f"logits must be floating point, got {logits.dtype}; the order of the arguments is "
-            "criterion(logits, target)"
-        )
-    return TypeError(f"covariance_index must be a tensor, got {type(covariance_index).__name__}")

@@ -11,6 +11,7 @@ error is raised where the host synchronises anyway, such as in ``state_dict()``.
 import sys
 import warnings
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ __all__ = [
     "OVERFLOW",
     "REFUSED",
     "SKIP",
+    "argument_error",
     "known_on_host",
     "logits_differ",
     "overflow_message",
@@ -234,6 +236,24 @@ def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
         "of range (of target or covariance_index), or probabilities that are not finite or sum to "
         "0; the batch was left out of the statistics"
     )
+
+
+def argument_error(logits: Any, target: Any, covariance_index: Any) -> Exception:
+    """The error for arguments of an attached criterion that are not tensors, or are swapped."""
+    if not isinstance(logits, Tensor):
+        return TypeError(
+            f"logits must be a tensor, got {type(logits).__name__}: pass the logits alone, such as "
+            'output.logits of a Hugging Face model, output["out"] of a torchvision segmentation '
+            "model, or one of several outputs"
+        )
+    if not isinstance(target, Tensor):
+        return TypeError(f"target must be a tensor, got {type(target).__name__}")
+    if not logits.is_floating_point():
+        return ValueError(
+            f"logits must be floating point, got {logits.dtype}; the order of the arguments is "
+            "criterion(logits, target)"
+        )
+    return TypeError(f"covariance_index must be a tensor, got {type(covariance_index).__name__}")
 
 
 def warn(message: str) -> None:

@@ -11,20 +11,15 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import mean
-from typing import Any
 
 import torch
 
-from isda import distributed
 from isda.experiments.data.arrays import ImageArrays
 from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.generators.synthetic_images import generator_of, require_generators
-from isda.experiments.predictions import save_predictions
-from isda.experiments.records import summary
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline, StartUp, time_up
 from isda.experiments.training.device import choose_kernels, join_processes, keep_compiled_code
@@ -33,9 +28,9 @@ from isda.experiments.training.environment import environment
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, images_of_run, same_steps, whole_seeds
 from isda.experiments.training.images import kept_images
+from isda.experiments.training.member import Member
 from isda.experiments.training.memory import is_out_of_memory, peak_of_runs
 from isda.experiments.training.parallel import train_in_processes
-from isda.experiments.training.predicted_images import predictions_of
 from isda.experiments.training.progress import label_of, show_epochs
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
@@ -85,15 +80,6 @@ def train(
         done = [run for n, run in sorted(training.runs.items()) if n not in training.failures]
         training.failures.raise_if_any(done)
     return done
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A run in training; without a folder on ranks other than 0."""
-
-    number: int
-    lane: Lane
-    run: RunFolder | None
 
 
 class _Training:
@@ -189,9 +175,9 @@ class _Training:
             self._begin = None
         members = []
         for number, lane in zip(group, lanes, strict=True):
-            member = _Member(number, lane, self.runs.get(number))
+            member = Member(number, lane, self.runs.get(number))
             try:
-                _restore(member.lane, member.run)
+                member.restore()
             except RunError as error:
                 if error.fatal:
                     raise
@@ -213,7 +199,7 @@ class _Training:
                 raise time_up(self.runs.values(), self.options)
             start_up = StartUp()
 
-    def _unfinished(self, members: Sequence[_Member]) -> list[_Member]:
+    def _unfinished(self, members: Sequence[Member]) -> list[Member]:
         return [
             member
             for member in members
@@ -222,7 +208,7 @@ class _Training:
             and member.lane.epoch < member.lane.recipe.epochs
         ]
 
-    def _leave_out(self, members: Sequence[_Member], seconds: float) -> bool:
+    def _leave_out(self, members: Sequence[Member], seconds: float) -> bool:
         """Leave runs to the next command if that lets the others side by side finish in time.
 
         That is put off while some more epochs of all runs would let as many of them finish, because
@@ -261,7 +247,7 @@ class _Training:
         last = [run.metrics()[-1].get("seconds", 0.0) for run in equal if run.metrics()]
         return max(last, default=0.0) * len(group)
 
-    def _train_side_by_side(self, members: list[_Member], until: int, start_up: StartUp) -> bool:
+    def _train_side_by_side(self, members: list[Member], until: int, start_up: StartUp) -> bool:
         """Train runs until an epoch or a failure; returns whether the time limit is reached."""
         lanes = [member.lane for member in members]
         on_gpu = self.device.type == "cuda"
@@ -293,8 +279,8 @@ class _Training:
             with together():
                 for member, result, writer in zip(members, results, writers, strict=True):
                     if member.number not in self.failures:
-                        metrics = _metrics(member.lane, epoch, result, share, len(lanes), memory)
-                        _write(member, metrics, writer, save=save, last=last)
+                        metrics = member.metrics(epoch, result, share, len(lanes), memory)
+                        member.write(metrics, writer, save=save, last=last)
             if save:
                 saved = time.monotonic()
             if failed or fewer or (stopped and epoch + 1 < until):
@@ -304,7 +290,7 @@ class _Training:
                 writer.close()
         return stopped
 
-    def _train_epoch(self, runner: SideBySide, members: list[_Member]) -> list[list[float]] | None:
+    def _train_epoch(self, runner: SideBySide, members: list[Member]) -> list[list[float]] | None:
         """Train and evaluate for an epoch, and note which runs have diverged; None if all have."""
         try:
             runner.train_epoch()
@@ -322,82 +308,5 @@ class _Training:
                 self._add_diverged(member, reason)
         return results
 
-    def _add_diverged(self, member: _Member, reason: str) -> None:
+    def _add_diverged(self, member: Member, reason: str) -> None:
         self.failures.add(member.number, divergence_message(member.lane, member.run, reason))
-
-
-def _write(
-    member: _Member, metrics: dict[str, Any], writer: Any, *, save: bool, last: bool
-) -> None:
-    """Write the metrics of an epoch, the predictions of the last one, and maybe a checkpoint."""
-    state = member.lane.state_dict() if save else None  # gathers from all ranks
-    if member.run is not None:
-        member.run.append(metrics)
-        if member.lane.epoch == member.lane.recipe.epochs:
-            save_predictions(member.run, predictions_of(member.lane))
-        if state is not None:
-            member.run.save(state, last=last)
-    if writer is not None:
-        for key, value in metrics.items():
-            writer.add_scalar(key, value, metrics["epoch"])
-
-
-def _metrics(
-    lane: Lane,
-    epoch: int,
-    result: list[float],
-    seconds: float,
-    side_by_side: int,
-    memory: dict[str, float],
-) -> dict[str, Any]:
-    recipe = lane.recipe
-    loss, error, test_loss, calibration, top5_error = result
-    return {
-        "epoch": epoch,
-        "learning_rate": recipe.learning_rate_at(epoch) * recipe.warmup_at(epoch + 1),
-        "strength": recipe.lambda_0 * recipe.progress_at(epoch),
-        "train_loss": loss,
-        "test_error": error,
-        "test_loss": test_loss,
-        "test_ece": calibration,
-        "test_top5_error": top5_error,
-        "seconds": seconds,  # share of this run in the time of all runs side by side
-        "images_per_second": lane.num_images / seconds,
-        "side_by_side": side_by_side,
-        "statistics_mib": sum(b.nbytes for b in lane.criterion.buffers()) / 2**20,
-        **({"generator_digest": lane.generator_digest} if lane.generator_digest else {}),
-        **memory,
-    }
-
-
-def _restore(lane: Lane, run: RunFolder | None) -> None:
-    """Restore the last checkpoint of a run on every rank; raises RunError."""
-    with together():
-        try:
-            if run is not None:
-                _load(lane, run)
-        except RunError:
-            raise
-        except InputError as error:
-            raise RunError(str(error)) from error
-    if lane.world > 1:
-        epoch = torch.tensor(lane.epoch, device=lane.device)
-        distributed.broadcast([epoch, *lane.tensors()])
-        lane.epoch = int(epoch)
-
-
-def _load(lane: Lane, run: RunFolder) -> None:
-    def restore(state: dict[str, Any]) -> None:
-        try:
-            lane.load_state_dict(state)
-        except InputError as error:
-            raise InputError(f"{run.folder}: {error}") from error
-
-    run.record_weights(lane.network.weights)
-    if run.load(restore) is None:
-        done = summary(run)
-        if done.finished:  # an exported record has no checkpoint
-            lane.epoch = lane.recipe.epochs
-        elif done.epochs:
-            warnings.warn(f"{run.folder} has no checkpoint: the run starts again", stacklevel=2)
-    run.rewind(lane.epoch)
