@@ -6,10 +6,6 @@ BIN := $(VENV)/bin
 SEED ?= $(shell date +%s)
 SCALE ?= 20
 
-# they run on a GPU, or here in Triton's interpreter
-KERNEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
-	kernels_statistics kernels_loss kernels_gpu narrow_convolution))
-
 .PHONY: help demo test test-oldest chaos lint format docs results package clean
 
 help:
@@ -45,7 +41,7 @@ lint: $(VENV)/installed
 
 test: lint $(VENV)/docs
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q $(KERNEL_TESTS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 -q tests/triton_kernels
 
 chaos: $(VENV)/installed
 	ISDA_CHAOS_SEED=$(SEED) ISDA_CHAOS_SCALE=$(SCALE) $(BIN)/python -m pytest -q -s tests/chaos
@@ -70,14 +66,6 @@ results: $(VENV)/installed
 # the oldest torch that is supported, and the oldest whose torch.compile is
 OLDEST := torch==2.6.0
 OLDEST_COMPILED := torch==2.9.0
-LIBRARY_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
-	versions moments quadratic bound cross_entropy explicit_augmentation covariance \
-	loss loss_state loss_arguments loss_options own_estimator bad_batches \
-	class_weights covariance_index statistics \
-	attach attach_functional attach_lifetime attach_misuse attach_options pairing resized_logits \
-	multilabel multilabel_refusals properties))
-COMPILED_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
-	compile distributed sharded sharded_blocks))
 
 define test_with  # torch and tests
 	$(PYTHON) -m venv --clear build/oldest
@@ -88,8 +76,8 @@ define test_with  # torch and tests
 endef
 
 test-oldest:
-	$(call test_with,$(OLDEST),$(LIBRARY_TESTS))
-	$(call test_with,$(OLDEST_COMPILED),$(LIBRARY_TESTS) $(COMPILED_TESTS))
+	$(call test_with,$(OLDEST),tests/library)
+	$(call test_with,$(OLDEST_COMPILED),tests/library tests/distributed)
 
 package: $(VENV)/installed
 	rm -rf dist

@@ -6,6 +6,7 @@ Unlike in a process of their own, the modules that the tests have imported are t
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
 import socket
@@ -13,14 +14,15 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from types import ModuleType
+from typing import Any
 
 from forks import START_METHOD
 
-__all__ = ["PATIENCE", "environment_of_rank", "forget_world", "held_port", "run_program"]
+__all__ = ["PATIENCE", "environment_of_rank", "forget_world", "held_port", "on_two", "run_program"]
 
 PATIENCE = 600
 """Seconds to wait for other processes; even on a busy machine only those that hang take as long."""
@@ -45,6 +47,29 @@ def environment_of_rank(rank: int, world: int, port: int) -> dict[str, str]:
     values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GROUP_RANK": 0}
     values |= {"TORCHELASTIC_RUN_ID": "test"}
     return {name: str(value) for name, value in values.items()}
+
+
+def _as_rank(rank: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ |= environment_of_rank(rank, 2, port)
+    work(rank, *arguments)
+
+
+def on_two(work: Callable[..., None], *arguments: Any) -> list[int | None]:
+    """Exit codes of two processes, started like those of torchrun, but without the imports."""
+    context = multiprocessing.get_context(START_METHOD)
+    with held_port() as port:
+        ranks = [
+            context.Process(target=_as_rank, args=(rank, port, work, arguments))
+            for rank in range(2)
+        ]
+        for process in ranks:
+            process.start()
+        multiprocessing.connection.wait([process.sentinel for process in ranks], timeout=PATIENCE)
+        for process in ranks:
+            process.join(60)  # if one fails, the other waits for it
+            process.kill()
+            process.join()
+    return [process.exitcode for process in ranks]
 
 
 def forget_world() -> None:

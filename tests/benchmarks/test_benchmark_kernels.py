@@ -14,7 +14,7 @@ from test_benchmark_loss import PEER
 import isda
 from isda import ops
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "kernels.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
 PIECES = ["update", "quadratic", "update and quadratic", "quadratic backward", "loss"]
 
 

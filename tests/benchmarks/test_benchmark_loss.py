@@ -15,7 +15,7 @@ from torch import nn
 import isda
 from isda.experiments.settings import Method
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "loss.py"
 COLUMNS = "device,form,structure,N,C,A,milliseconds,extra_mebibytes,torch,threads,note"
 PEER = """

@@ -195,7 +195,7 @@ def test_resume_keeps_unknown_columns(tmp_path: Path) -> None:
 
 
 def test_table_in_the_docs_matches_the_records() -> None:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[3]
     records = [
         root / f"results/benchmarks/cost_{name}_h200.csv" for name in ("cifar100", "imagenet")
     ]

@@ -35,7 +35,7 @@ print(*sys.modules, file=sys.stderr)
     costs = "cost --table results/benchmarks/cost_cifar100_h200.csv"
     return subprocess.run(
         [sys.executable, "-c", code, "list", "report", "table 2", costs],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         text=True,

@@ -5,20 +5,15 @@ processes run on CPUs with gloo.
 """
 
 import contextlib
-import multiprocessing
-import multiprocessing.connection
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forks import START_METHOD
-from programs import PATIENCE, held_port
+from programs import PATIENCE, on_two
 
 from isda.experiments.cli import main
 from isda.experiments.recipes import RECIPES
@@ -63,35 +58,6 @@ def command_as_rank(rank: int, words: list[str], folder: Path) -> None:
     with open(folder / f"stderr{rank}", "w") as file, contextlib.redirect_stderr(file):
         code = main(words)
     sys.exit(code)
-
-
-def as_rank(rank: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    work(rank, *arguments)
-
-
-def on_two(work: Callable[..., None], *arguments: Any) -> list[int | None]:
-    """Exit codes of two processes, started like those of torchrun, but without the imports."""
-    context = multiprocessing.get_context(START_METHOD)
-    with held_port() as port:
-        ranks = [
-            context.Process(target=as_rank, args=(rank, port, work, arguments))
-            for rank in range(WORLD)
-        ]
-        for process in ranks:
-            process.start()
-        multiprocessing.connection.wait([process.sentinel for process in ranks], timeout=PATIENCE)
-        for process in ranks:
-            process.join(60)  # if one fails, the other waits for it
-            process.kill()
-            process.join()
-    return [process.exitcode for process in ranks]
 
 
 def train_on_two(

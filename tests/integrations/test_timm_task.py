@@ -109,7 +109,7 @@ TIMM_SCRIPT = os.environ.get("ISDA_TIMM_TRAIN")  # train.py of timm, which its p
 def test_timm_training_script(tmp_path):
     """timm's own train.py with the changes of docs/frameworks.md: train, save, resume."""
     script = Path(str(TIMM_SCRIPT)).read_text()
-    page = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
     diff = page.split("```diff\n")[1].split("```")[0].splitlines()
     removed = [line[1:] for line in diff if line.startswith("-")]
     added = [line[1:] for line in diff if line.startswith("+")]

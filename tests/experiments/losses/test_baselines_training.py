@@ -92,7 +92,7 @@ def test_attached_to_a_model_with_ignored_labels(criterion, device):
 
 
 def test_code_of_the_page_runs():
-    page = Path(__file__).parents[1] / "docs" / "baselines.md"
+    page = Path(__file__).parents[3] / "docs" / "baselines.md"
     model = nn.Sequential(nn.Linear(4, 512), nn.Tanh(), nn.Linear(512, 100))
     names: dict[str, Any] = {"torch": torch, "model": model}
     names |= {"x": torch.randn(N, 4), "y": torch.arange(N)}

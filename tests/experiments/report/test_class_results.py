@@ -173,7 +173,7 @@ def test_records_without_predictions_give_the_rest(compared: Path) -> None:
 
 def test_the_page_in_the_readme_is_that_of_the_records() -> None:
     """If this fails, take new screenshots, docs/figures/page-light.png and page-dark.png."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[3]
     names = [
         f"digits-resnet8-{method}drop_rate=0.3+images_per_class=10"
         for method in ("ce+epochs=25+batch_size=10+", "isda+epochs=25+batch_size=10+lambda_0=1.0+")

@@ -11,7 +11,7 @@ import torch
 
 from isda.experiments.networks import NETWORKS
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 PAPER = {*NETWORKS} - {"resnet8"}
 OUT = Path("records")
 

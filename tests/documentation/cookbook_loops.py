@@ -24,7 +24,7 @@ __all__ = [
     "twins",
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # functional entries in float64: sums of some hundred terms, in another order
 EXACT = {"rtol": 1e-9, "atol": 1e-11}

@@ -32,7 +32,7 @@ from isda.experiments.report.pages import write_report_page
 from isda.experiments.report.tables import recipes_table, report_markdown
 
 main = partial(run_command, "report")
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[3] / "results"
 
 out = pytest.fixture(make_digits_runs)
 records = pytest.fixture(scope="module")(make_cells)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import search_trainer
 import torch
+from programs import on_two
 from search_trainer import DIGITS, Trainer, main, search
-from test_train_distributed import on_two
 
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from programs import PATIENCE
-from test_train_distributed import command_as_rank, on_two
+from programs import PATIENCE, on_two
+from test_train_distributed import command_as_rank
 
 from isda.experiments.cli import main
 from isda.experiments.errors import RunsFailed, WriteError

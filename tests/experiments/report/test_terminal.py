@@ -10,7 +10,7 @@ import pytest
 from isda.experiments.cli import main
 from isda.experiments.report.text import fit, markdown_rows, terminal_width, text_table
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 LABELS = ["plain", r"a|b \ c", "wide_resnet16_8"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "input.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "input.py"
 RECORDS = SCRIPT.parents[1] / "results" / "benchmarks"
 
 

@@ -171,7 +171,7 @@ def test_a_file_with_a_byte_order_mark(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_every_line_of_the_evidence() -> None:
     """The queue at the root of the repository can be read, and needs no trained generators."""
-    lines = read_queue(Path(__file__).parents[1] / "evidence.queue", Options())
+    lines = read_queue(Path(__file__).parents[3] / "evidence.queue", Options())
     plans = [line.task.plans() for line in lines]
     assert all(plans)
     require_generators((plan.recipe for line in plans for plan in line), Options())

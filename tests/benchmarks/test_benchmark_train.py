@@ -12,7 +12,7 @@ from programs import run_program
 from isda.experiments.records import load_runs
 from isda.experiments.report.blocks import update_markdown
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "train.py"
 
 

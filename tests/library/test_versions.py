@@ -11,7 +11,7 @@ from torch import nn
 import isda
 from isda import versions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 old = pytest.mark.skipif(versions.COMPILES, reason="torch compiles the criteria")
 
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import isda
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 ELSEWHERE = {"api.md", "cookbook.md"}  # run by test_docs.py and test_cookbook.py
 PAGES = sorted(
     page.name

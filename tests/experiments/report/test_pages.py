@@ -34,7 +34,7 @@ from isda.experiments.report.tables import report_markdown
 from isda.experiments.training.run_folder import RunFolder
 
 main = partial(run_command, "report")
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[3] / "results"
 
 out = pytest.fixture(make_digits_runs)
 records = pytest.fixture(scope="module")(make_cells)

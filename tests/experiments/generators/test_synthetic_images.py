@@ -142,7 +142,7 @@ def test_a_generator_of_other_images_is_refused(generators, device, tmp_path) ->
 
 
 def test_the_queue_of_table_4() -> None:
-    (line,) = read_queue(Path(__file__).parents[1] / "generators.queue", Options())
+    (line,) = read_queue(Path(__file__).parents[3] / "generators.queue", Options())
     plans = line.task.plans()
     gans = [plan.recipe for plan in plans if plan.recipe.generator != "none"]
     assert [recipe.generator for recipe in gans] == ["wgan", "cgan", "acgan", "infogan"]

@@ -17,7 +17,7 @@ from torchvision.datasets import ImageFolder
 import isda
 from isda.criterion import Criterion
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CIFAR10_CLASSES = [
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
