@@ -145,9 +145,7 @@ class Criterion(nn.Module):
             progress = 1.0
         if progress is None:
             progress = (step / self._require_total_steps()).clamp(max=1)
-        else:
-            self._last_step = math.inf  # the number of steps makes no difference
-        if not isinstance(progress, Tensor):  # unlike a copy, full can be captured in a graph
+        elif not isinstance(progress, Tensor):  # unlike a copy, full can be captured in a graph
             progress = torch.full((), progress, dtype=torch.float64, device=device)
         return functional.ramped_strength(self.lambda_0, progress.to(device).reshape(()))
 

@@ -254,8 +254,8 @@ class ShardedCovariance(FullCovariance):
             rows = rows.roll(self.first_class, 1)
         else:  # 0, but with a gradient, because all ranks must run the backward pass
             rows = weight[:0].sum().expand(len(index), len(weight))
-        own: Tensor = _ScatterSum.apply(rows, self.process_group)
-        return own[: len(target)]
+        local: Tensor = _ScatterSum.apply(rows, self.process_group)
+        return local[: len(target)]
 
     def _local(self, target: Tensor) -> Tensor:
         """Class indices counted from the first class held here, negative for all others."""
@@ -284,7 +284,7 @@ class ShardedCovariance(FullCovariance):
 
 
 class _ScatterSum(torch.autograd.Function):
-    """Sum over ranks of rows for the samples of all ranks (world * size, C): own rows (size, C).
+    """Sum over ranks of rows for the samples of all ranks (world * size, C): local rows (size, C).
 
     In the backward pass every rank gets the gradients of all ranks' samples.
     """
@@ -292,15 +292,15 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        own = rows.new_empty(len(rows) // world_size(group), *rows.shape[1:])
-        dist.reduce_scatter_tensor(own, rows.contiguous(), group=group)
-        return own
+        local = rows.new_empty(len(rows) // world_size(group), *rows.shape[1:])
+        dist.reduce_scatter_tensor(local, rows.contiguous(), group=group)
+        return local
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (own,) = grads
-        rows = own.new_empty(len(own) * world_size(ctx.group), *own.shape[1:])
-        dist.all_gather_into_tensor(rows, own.contiguous(), group=ctx.group)
+        (local,) = grads
+        rows = local.new_empty(len(local) * world_size(ctx.group), *local.shape[1:])
+        dist.all_gather_into_tensor(rows, local.contiguous(), group=ctx.group)
         return rows, None
 
 

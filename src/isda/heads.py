@@ -130,10 +130,10 @@ def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
             "criterion must be called as criterion(features, weight, target, bias=, logits=), "
             f"which {name} is not: {fix}"
         ) from None
-    own = isinstance(criterion, Criterion) and type(criterion).forward.__module__.startswith(
+    built_in = isinstance(criterion, Criterion) and type(criterion).forward.__module__.startswith(
         "isda."
     )
-    if own and (criterion.num_features, criterion.num_classes) != sizes(heads):
+    if built_in and (criterion.num_features, criterion.num_classes) != sizes(heads):
         features, classes = sizes(heads)
         raise ValueError(
             f"criterion must be for {features} features and {classes} classes, like the attached "

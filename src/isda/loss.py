@@ -1,5 +1,6 @@
 """ISDALoss: Algorithm 1 as a module with state."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +168,7 @@ class ISDALoss(Criterion):
                 quadratic = functional.limit_shift(quadratic, strength, self.max_shift)
             loss = ops.isda_cross_entropy(
                 logits,
-                target if target.is_floating_point() else batch.index[batch.own],
+                target if target.is_floating_point() else batch.index[batch.local],
                 quadratic,
                 strength=strength,
                 scale=scale,
@@ -301,12 +302,14 @@ class ISDALoss(Criterion):
         )
         if progress is not None:
             strength = self._strength_at(self.step, progress)
+            if update:
+                self._last_step = math.inf  # λ does not follow the step count
         if self.weight is not None and self.reduction == "mean" and not target.is_floating_point():
             total = torch.where(index < 0, 0.0, self.weight.double()[index.clamp(min=0)]).sum()
             total = torch.where(total == 0, 1.0, total)
             scale = torch.where(scale == 0, 0.0, batch.world_size / total)
         # not _replace, whose result torch 2.11 cannot restore after a graph break
-        return _Batch(batch.features, index, batch.own, batch.world_size), scale, strength
+        return _Batch(batch.features, index, batch.local, batch.world_size), scale, strength
 
     def _merge(self, batch: "_Batch") -> None:
         """Merge the batch into the statistics."""
@@ -328,29 +331,29 @@ class ISDALoss(Criterion):
         It has a row for each sample; for class probabilities, a row for each label, or with
         ``covariance_index`` for each sample and label.
         """
-        soft, own = target.is_floating_point(), batch.index[batch.own]
+        soft, index = target.is_floating_point(), batch.index[batch.local]
         estimator: Any = self.estimator  # the protocol does not require covariance_index
         simple = batch.world_size == 1 and covariance_index is None and not soft
         if learn and simple and type(estimator) is FullCovariance:  # a subclass may override both
             return ops.update_and_quadratic(
                 estimator.moments,
                 batch.features,
-                own,
+                index,
                 weight.float(),
                 estimator.decay,
                 estimator.precision,
             )
         if learn:
             self._merge(batch)
-        label = torch.arange(self.num_classes, device=own.device) if soft else own.clamp(min=0)
+        label = torch.arange(self.num_classes, device=index.device) if soft else index.clamp(min=0)
         if covariance_index is None:
             return estimator.quadratic(weight, label)
-        chosen = torch.where(own < 0, 0, covariance_index.flatten())
+        chosen = torch.where(index < 0, 0, covariance_index.flatten())
         if not soft:
             return estimator.quadratic(weight, label, covariance_index=chosen)
         chosen = chosen.repeat_interleave(len(label))
-        rows = estimator.quadratic(weight, label.repeat(len(own)), covariance_index=chosen)
-        return rows.view(len(own), len(label), len(label))
+        rows = estimator.quadratic(weight, label.repeat(len(index)), covariance_index=chosen)
+        return rows.view(len(index), len(label), len(label))
 
 
 class _Batch(NamedTuple):
@@ -358,5 +361,5 @@ class _Batch(NamedTuple):
 
     features: Tensor  # (M, A); of this rank alone if no statistics are updated
     index: Tensor  # type: ignore[assignment]  # (M,) classes, negative for samples to be skipped
-    own: slice  # the samples of this rank
+    local: slice  # the samples of this rank
     world_size: int

@@ -1,5 +1,6 @@
 """ISDABCEWithLogitsLoss: the same augmentation for samples with several labels."""
 
+import math
 from typing import Any
 
 import torch
@@ -120,6 +121,8 @@ class ISDABCEWithLogitsLoss(Criterion):
                 return self.evaluate(logits, target)
             step = self.step if update else (self.step - 1).clamp(min=0)
             strength = self._strength_at(step, progress)
+            if progress is not None or self.ramp == "constant":
+                self._last_step = math.inf  # λ does not follow the step count
             world_size = distributed.world_size(self.process_group) if self.synchronize else 1
             learn = update and not self.frozen
             self._update(features.detach(), target, world_size, learn)

@@ -166,10 +166,11 @@ def isda_cross_entropy(
 
 
 def _register(
-    name: str, fake: Callable[..., Any], *, mutates_args: Iterable[str] = ()
+    function: Callable[..., Any], fake: Callable[..., Any], *, mutates_args: Iterable[str] = ()
 ) -> CustomOpDef:
-    """Make an operator of the function in ``kernels/plain.py`` and its counterpart for CUDA."""
-    operator = custom_op(f"isda::{name}", getattr(plain, name), mutates_args=mutates_args)
+    """Make an operator of a function of ``kernels/plain.py`` and its counterpart for CUDA."""
+    name = function.__name__
+    operator = custom_op(f"isda::{name}", function, mutates_args=mutates_args)
     operator.register_kernel("cuda", functools.partial(_on_cuda, name))
     operator.register_fake(fake)
     return operator
@@ -193,14 +194,16 @@ def _backend(tensor: Tensor) -> Any:
 
 def _fake_products(covariance: Tensor, weight: Tensor, target: Tensor, precision: str) -> Products:
     slots = min(target.shape[0], covariance.shape[0])
-    partial, product, own = _backend(covariance).empty_products(weight, slots, precision)
+    partial, product, target_product = _backend(covariance).empty_products(weight, slots, precision)
     slot = target.new_empty(covariance.shape[0], dtype=torch.int32)
-    return Products(partial, product, own, slot, target.new_empty(slots, dtype=torch.int32))
+    return Products(
+        partial, product, target_product, slot, target.new_empty(slots, dtype=torch.int32)
+    )
 
 
-screen = _register("screen", lambda features, target, *_: torch.empty_like(target))
+screen = _register(plain.screen, lambda features, target, *_: torch.empty_like(target))
 count_step = _register(
-    "count_step",
+    plain.count_step,
     lambda step, problem, index, *_: (
         torch.empty_like(index),
         step.new_empty((), dtype=torch.float64),
@@ -208,19 +211,23 @@ count_step = _register(
     ),
     mutates_args=("step", "problem"),
 )
-flag_overflow = _register("flag_overflow", lambda *_: None, mutates_args=("problem", "overflow"))
-update_ = _register("update_", lambda *_: None, mutates_args=("moments",))
-_multiply = _register("multiply", _fake_products)
+flag_overflow = _register(
+    plain.flag_overflow, lambda *_: None, mutates_args=("problem", "overflow")
+)
+update_ = _register(plain.update_, lambda *_: None, mutates_args=("moments",))
+_multiply = _register(plain.multiply, _fake_products)
 _update_and_multiply_ = _register(
-    "update_and_multiply_",
+    plain.update_and_multiply_,
     lambda moments, features, target, weight, decay, precision: _fake_products(
         moments[2], weight, target, precision
     ),
     mutates_args=("moments",),
 )
-_weight_gradient = _register("weight_gradient", lambda grad, weight, *_: torch.empty_like(weight))
+_weight_gradient = _register(
+    plain.weight_gradient, lambda grad, weight, *_: torch.empty_like(weight)
+)
 _quadratic_rows = _register(
-    "quadratic_rows",
+    plain.quadratic_rows,
     lambda weight, target, partial, *_: partial.new_empty(target.shape[0], weight.shape[0]),
 )
 

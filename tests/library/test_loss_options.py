@@ -141,6 +141,8 @@ def test_more_steps_than_total_steps_warn_once(device):
     for kind, target in ((ISDALoss, x.target), (isda.ISDABCEWithLogitsLoss, labels)):
         criterion = kind(A, C, total_steps=2).to(device)
         call = partial(criterion, x.features, x.weight, target)
+        if kind is ISDALoss:
+            criterion.update(x.features, target)  # no step
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             call()

@@ -63,11 +63,12 @@ def diagonal_quadratic(
         weight (C, A), target (N,), variance (C, A), covariance_index (N,); output (N, C).
     """
     weight = weight - weight.mean(0)  # margins do not change; avoids cancellation in float32
-    own = weight.index_select(0, target)  # (N, A); its gradient is cheaper than that of [target]
+    # (N, A); index_select has a cheaper gradient than weight[target]
+    target_weight = weight.index_select(0, target)
     scale = variance[target if covariance_index is None else covariance_index]  # (N, A)
-    own_scaled = scale * own
-    offset = (own_scaled * own).sum(1, keepdim=True)  # (N, 1)
-    rows = scale @ weight.square().T - 2 * (own_scaled @ weight.T) + offset
+    scaled = scale * target_weight
+    offset = (scaled * target_weight).sum(1, keepdim=True)  # (N, 1)
+    rows = scale @ weight.square().T - 2 * (scaled @ weight.T) + offset
     is_target = target[:, None] == torch.arange(len(weight), device=weight.device)
     return torch.where(is_target, 0.0, rows)  # rounding errors would leave more or less than 0
 

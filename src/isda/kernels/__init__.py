@@ -34,7 +34,7 @@ class Products(NamedTuple):
     """
 
     partial: Tensor  # (P, B, C) quadratic term of each slot as B summands
-    product: Tensor  # (P, C, A) = (W − w_c) Σ_c of each slot, or W Σ_c if own is not empty
-    own: Tensor  # (P, A) = w_c Σ_c, or (0, A)
+    product: Tensor  # (P, C, A) = (W − w_c) Σ_c of each slot, or W Σ_c with the next field
+    target_product: Tensor  # (P, A) = w_c Σ_c, or (0, A)
     slot: Tensor  # (C,) slot of each class, −1 for absent ones
     classes: Tensor  # (P,) class in each slot, −1 in unused ones

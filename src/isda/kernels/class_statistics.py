@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import blocks, power_of_2, round_up
+from isda.kernels.sizes import blocks, power_of_2, round_up
 
 __all__ = ["Classes", "class_statistics"]
 

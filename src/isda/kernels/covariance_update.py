@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isda.kernels.class_statistics import Classes, class_statistics
-from isda.kernels.launch import blocks, round_up
+from isda.kernels.sizes import blocks, round_up
 
 __all__ = [
     "has_regular_rows",

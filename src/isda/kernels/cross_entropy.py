@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import power_of_2
+from isda.kernels.sizes import power_of_2
 
 __all__ = ["cross_entropy", "cross_entropy_backward"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from isda.kernels import Products
 from isda.kernels.class_statistics import Classes
 from isda.kernels.covariance_update import launch_update
-from isda.kernels.launch import blocks, power_of_2
+from isda.kernels.sizes import blocks, power_of_2
 from isda.kernels.split_weight import split_weight
 
 __all__ = ["gradient_of_copies", "multiply_copies"]
@@ -44,20 +44,20 @@ def multiply_copies(
     )
     chunks = (
         tensor.split(chunk)
-        for tensor in (found.classes, result.product, result.own, result.partial)
+        for tensor in (found.classes, result.product, result.target_product, result.partial)
     )
-    for classes, product, own, partial in zip(*chunks, strict=True):
+    for classes, product, target_product, partial in zip(*chunks, strict=True):
         copies = room[: len(classes)]
         launch_update(covariance, found, classes, count, copies=copies)
         _matmul(factor, copies, product)
-        _launch_squares(product, centred, classes, own, partial)
+        _launch_squares(product, centred, classes, target_product, partial)
 
 
 def _launch_squares(
     product: Tensor,
     centred: Tensor,
     classes: Tensor,
-    own: Tensor,
+    target_product: Tensor,
     partial: Tensor,
 ) -> None:
     """Quadratic term from the products W Σ_c, and the rows w_c Σ_c."""
@@ -66,7 +66,7 @@ def _launch_squares(
         product,
         centred,
         classes,
-        own,
+        target_product,
         partial,
         num_classes,
         num_features,
@@ -86,13 +86,15 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.bmm(left.expand(len(right), *left.shape), right, torch.float32, out=out)
 
 
-def gradient_of_copies(factors: Tensor, product: Tensor, own: Tensor, classes: Tensor) -> Tensor:
+def gradient_of_copies(
+    factors: Tensor, product: Tensor, target_product: Tensor, classes: Tensor
+) -> Tensor:
     """Gradient of the weight in one pass over the products, which exceed the cache.
 
     Args:
         factors: 2 G_cj of each slot, and 0 for j = c.
         product: this and the following: see ``kernels.Products``.
-        own: (P, A).
+        target_product: (P, A).
         classes: (P,).
 
     Shape:
@@ -121,7 +123,7 @@ def gradient_of_copies(factors: Tensor, product: Tensor, own: Tensor, classes: T
     _own_rows[(slots, blocks(num_features, 512))](
         factors,
         partial,
-        own,
+        target_product,
         classes,
         result,
         parts,
@@ -131,7 +133,8 @@ def gradient_of_copies(factors: Tensor, product: Tensor, own: Tensor, classes: T
         parts_block=16,
         features_block=512,
     )
-    return torch.addmm(result, factors.T, own, alpha=-1)  # (W − w_c) Σ_c = W Σ_c − w_c Σ_c
+    # (W − w_c) Σ_c = W Σ_c − w_c Σ_c
+    return torch.addmm(result, factors.T, target_product, alpha=-1)
 
 
 @triton.jit
@@ -139,7 +142,7 @@ def _squares(  # type: ignore[no-untyped-def]
     product,
     centred,
     classes,
-    own,
+    target_product,
     partial,
     num_classes,
     num_features,
@@ -155,10 +158,10 @@ def _squares(  # type: ignore[no-untyped-def]
         column = first + tl.arange(0, features_block)
         inside = column < num_features
         if label < 0:
-            own_product = tl.zeros((features_block,), dtype=tl.float32)
+            target_row = tl.zeros((features_block,), dtype=tl.float32)
         else:
             line = (place * num_classes + label) * num_features
-            own_product = tl.load(product + line + column, mask=inside, other=0.0).to(tl.float32)
+            target_row = tl.load(product + line + column, mask=inside, other=0.0).to(tl.float32)
             own_weight = tl.load(centred + label * padded_features + column, mask=inside, other=0.0)
             mask = (other < num_classes)[:, None] & inside[None, :]
             element = other[:, None] * num_features + column[None, :]
@@ -167,10 +170,10 @@ def _squares(  # type: ignore[no-untyped-def]
             )
             element = other[:, None] * padded_features + column[None, :]
             margin = tl.load(centred + element, mask=mask, other=0.0) - own_weight[None, :]
-            tile = tile.to(tl.float32) - own_product[None, :]
+            tile = tile.to(tl.float32) - target_row[None, :]
             total += tl.where(mask, tile * margin, 0.0)
         if tl.program_id(1) == 0:
-            tl.store(own + place * num_features + column, own_product, mask=inside)
+            tl.store(target_product + place * num_features + column, target_row, mask=inside)
     if label >= 0:
         part = tl.sum(total, 1)
         tl.store(partial + place * num_classes + other, part, mask=other < num_classes)
@@ -226,7 +229,7 @@ def _both_sums(  # type: ignore[no-untyped-def]
 def _own_rows(  # type: ignore[no-untyped-def]
     factors,
     partial,
-    own,
+    target_product,
     classes,
     result,
     parts,
@@ -245,8 +248,8 @@ def _own_rows(  # type: ignore[no-untyped-def]
     inside = column < num_features
     other = tl.arange(0, classes_block)
     factor = tl.load(factors + place * num_classes + other, mask=other < num_classes, other=0.0)
-    own_product = tl.load(own + place * num_features + column, mask=inside, other=0.0)
-    total = -tl.sum(factor) * own_product
+    target_row = tl.load(target_product + place * num_features + column, mask=inside, other=0.0)
+    total = -tl.sum(factor) * target_row
     for first in range(0, parts, parts_block):
         part = first + tl.arange(0, parts_block)
         piece = part * tl.num_programs(0) + place

@@ -147,7 +147,7 @@ def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: 
 
 
 def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Storage of ``Products.partial`` (zeros), ``Products.product`` and ``Products.own``."""
+    """Storage of the first three of ``Products``; the first is zero."""
     num_classes, num_features = weight.shape
     return (
         weight.new_zeros(slots, 1, num_classes),
@@ -169,7 +169,7 @@ def multiply(covariance: Tensor, weight: Tensor, target: Tensor, precision: str)
         covariance (C', A, A) with C' <= C, weight (C, A), target (N,).
     """
     slots = min(len(target), len(covariance))
-    partial, product, own = empty_products(weight, slots, precision)
+    partial, product, target_product = empty_products(weight, slots, precision)
     present = target[target >= 0].unique()
     slot = torch.full((len(covariance),), -1, dtype=torch.int32, device=target.device)
     slot[present] = torch.arange(len(present), dtype=torch.int32, device=target.device)
@@ -178,7 +178,7 @@ def multiply(covariance: Tensor, weight: Tensor, target: Tensor, precision: str)
         torch.mm(margin, covariance[index], out=product[position])
         torch.linalg.vecdot(product[position], margin, out=partial[position, 0])
     classes = F.pad(present, (0, slots - len(present)), value=-1).to(torch.int32)
-    return Products(partial, product, own, slot, classes)
+    return Products(partial, product, target_product, slot, classes)
 
 
 def update_and_multiply_(
@@ -199,7 +199,7 @@ def quadratic_rows(
     target: Tensor,
     partial: Tensor,
     product: Tensor,
-    own: Tensor,
+    target_product: Tensor,
     slot: Tensor,
     classes: Tensor,
 ) -> Tensor:
@@ -219,7 +219,7 @@ def weight_gradient(
     weight: Tensor,
     target: Tensor,
     product: Tensor,
-    own: Tensor,
+    target_product: Tensor,
     slot: Tensor,
     classes: Tensor,
 ) -> Tensor:

@@ -29,8 +29,8 @@ from isda.kernels.covariance_update import (
     row_layout,
     row_pointers,
 )
-from isda.kernels.launch import blocks, power_of_2, round_up
 from isda.kernels.many_classes import multiply_copies
+from isda.kernels.sizes import blocks, power_of_2, round_up
 from isda.kernels.split_weight import COLUMNS, split_weight
 
 __all__ = ["empty_products", "multiply", "update_and_multiply_"]
@@ -62,7 +62,7 @@ def update_and_multiply_(
 
 
 def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised ``Products.partial``, ``Products.product`` and ``Products.own``."""
+    """Uninitialised ``Products.partial``, ``Products.product`` and ``Products.target_product``."""
     num_classes, num_features = weight.shape
     fused = num_classes <= _CLASSES
     parts = blocks(num_features, _tiles(num_features, precision).rows) if fused else 1
@@ -256,8 +256,8 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
     place = tl.load(slot + label).to(tl.int64)
     if place >= 0:
         at_target = other[:, None] == label
-        own = tl.sum(tl.where(at_target, total, 0.0), 0)
-        total = total - own[None, :]  # (W − w_c) Σ_c, exactly 0 for c
+        target_row = tl.sum(tl.where(at_target, total, 0.0), 0)
+        total = total - target_row[None, :]  # (W − w_c) Σ_c, exactly 0 for c
         # including the padding of the rows, whose products are 0
         mask = (other < num_classes)[:, None] & (row < product_stride)[None, :]
         element = other[:, None] * product_stride + row[None, :]

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isda.checks import LARGEST, OVERFLOW
-from isda.kernels.launch import power_of_2
+from isda.kernels.sizes import power_of_2
 
 __all__ = ["count_step", "flag_overflow", "screen"]
 

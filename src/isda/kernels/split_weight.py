@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.kernels.launch import power_of_2, round_up
+from isda.kernels.sizes import power_of_2, round_up
 
 __all__ = ["COLUMNS", "split_weight"]
 

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from isda.kernels.covariance_update import row_layout
-from isda.kernels.launch import blocks, power_of_2
 from isda.kernels.many_classes import gradient_of_copies
+from isda.kernels.sizes import blocks, power_of_2
 
 __all__ = ["quadratic_rows", "weight_gradient"]
 
@@ -19,7 +19,7 @@ def quadratic_rows(
     target: Tensor,
     partial: Tensor,
     product: Tensor,
-    own: Tensor,
+    target_product: Tensor,
     slot: Tensor,
     classes: Tensor,
 ) -> Tensor:
@@ -45,7 +45,7 @@ def weight_gradient(
     weight: Tensor,
     target: Tensor,
     product: Tensor,
-    own: Tensor,
+    target_product: Tensor,
     slot: Tensor,
     classes: Tensor,
 ) -> Tensor:
@@ -65,8 +65,8 @@ def weight_gradient(
         samples_block=min(max(8192 // block, 1), power_of_2(len(target))),
         block=block,
     )
-    if len(own):
-        return gradient_of_copies(factors, product, own, classes)
+    if len(target_product):
+        return gradient_of_copies(factors, product, target_product, classes)
     result = grad.new_empty(num_classes, num_features)
     _weight_gradient[(num_classes, blocks(num_features, 64))](
         factors,
@@ -167,11 +167,11 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         line = place.to(tl.int64) * num_classes + other
         total += _weighted_sum(factors, product, line, place < slots, column, stride, width)
     if other < num_slots:
-        own = tl.load(slot + other).to(tl.int64)
-        if own >= 0:  # and row c: from all j of its slot
+        other_slot = tl.load(slot + other).to(tl.int64)
+        if other_slot >= 0:  # and row c: from all j of its slot
             for first in range(0, num_classes, rows_block):
                 row = first + tl.arange(0, rows_block)
-                line = own * num_classes + row
+                line = other_slot * num_classes + row
                 total -= _weighted_sum(
                     factors, product, line, row < num_classes, column, stride, width
                 )
