@@ -188,7 +188,7 @@ class AttachedLoss(nn.Module):
             weight, bias = _join(parameters)
         weight = weight.flatten(1)
         try:
-            rows = self._require_pair(features, logits, target, weight, bias)
+            rows = self._pair(features, logits, target, weight, bias)
         except ValueError:
             self._refuse()
             raise
@@ -319,7 +319,7 @@ class AttachedLoss(nn.Module):
         value: Tensor = evaluate(logits, target)
         return value
 
-    def _require_pair(
+    def _pair(
         self,
         captured: list[Tensor | None],
         logits: Tensor,
@@ -339,13 +339,7 @@ class AttachedLoss(nn.Module):
                 raise ValueError(capture.explain())
             parts.append(part)
         channels_last = isinstance(self.heads[0], nn.Linear)
-        try:
-            features = torch.cat(parts, -1 if channels_last else 1) if len(parts) > 1 else parts[0]
-        except RuntimeError:
-            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-            raise ValueError(
-                f"the layers of head must have inputs of one size, got {shapes}"
-            ) from None
+        features = parts[0] if len(parts) == 1 else _concatenate(parts, -1 if channels_last else 1)
         if self.mismatch.device != features.device:
             self.to(features.device)  # the model was moved after attach
         sizes = features.shape[1:], logits.shape[1:]
@@ -373,14 +367,23 @@ class AttachedLoss(nn.Module):
                 return rows
             if self._resizing.pop(sizes, None) is None:
                 raise ValueError(checks.MISMATCH)
-            return self._require_pair(captured, logits, target, weight, bias)  # search once more
+            return self._pair(captured, logits, target, weight, bias)  # search once more
         self.mismatch.logical_or_(differ)
         # not _replace, see ISDALoss._count_step
         return Rows(torch.where(differ, torch.nan, rows.features), *rows[1:])
 
 
+def _concatenate(features: list[Tensor], dim: int) -> Tensor:
+    """Features of one layer for those of several whose outputs are summed."""
+    try:
+        return torch.cat(features, dim)
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(part.shape)) for part in features)
+        raise ValueError(f"the layers of head must have inputs of one size, got {shapes}") from None
+
+
 def _join(parameters: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Weight (C, A) and bias (C,) of one layer for those whose outputs are summed."""
+    """Weight (C, A) and bias (C,) of one layer for several whose outputs are summed."""
     weight = torch.cat([weight.flatten(1) for weight, _ in parameters], 1)
     biases = [bias for _, bias in parameters if bias is not None]
     return weight, sum(biases) if biases else None  # type: ignore[return-value]
