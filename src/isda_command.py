@@ -19,7 +19,7 @@ COMMANDS = {
     "search": "Choose λ₀ on held-out training images, then train on all and test.",
     "calibrate": "Fit a temperature on held-out images; compare NLL and ECE.",
     "table": "Show a table of the paper with our numbers, or train a cell of it.",
-    "queue": "Train what a file of commands needs; skip what is finished.",
+    "queue": "Train all runs that a file of commands lists; skip finished ones.",
     "report": "Show all tables with our numbers, export records, update pages.",
     "weights": "Write the weights of a finished run, with a model card.",
     "cost": "Measure what ISDA adds to a training step in time and memory.",

@@ -263,7 +263,7 @@ class AttachedLoss(nn.Module):
         return _join(parameters)
 
     def check(self) -> None:
-        """Raise the error of a bad batch seen by a GPU since the last check (synchronises)."""
+        """Raise any error that was deferred since the last check (synchronises with a GPU)."""
         mismatch = bool(self.mismatch)
         self.mismatch.zero_()
         check = getattr(self.criterion, "check", None)

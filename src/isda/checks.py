@@ -56,10 +56,10 @@ _TOLERANCE = 0.02  # relative error of logits: more than bfloat16 causes, less t
 
 MISMATCH = (
     "logits must be the output of the attached layer in the last forward pass of the model, and "
-    "these are not. If they are of another pass, call the criterion after each pass. If they were "
-    "changed after the layer (softmax, dropout, pooling, cropping, resizing by other means than "
-    "F.interpolate to a size), apply that after computing the loss. If they are of another layer, "
-    "pass head="
+    "they are not. If they come from another pass, call the criterion after each pass. If they "
+    "were changed after the layer (softmax, dropout, pooling, cropping, resizing by other means "
+    "than F.interpolate to a size), apply that after computing the loss. If they come from another "
+    "layer, pass head="
 )
 
 

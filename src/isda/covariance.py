@@ -113,7 +113,7 @@ class Covariance(nn.Module):
 
     def class_mean(self, index: int) -> Tensor:
         """Mean (A,) of the features of a class, for structures that keep it (full, diagonal)."""
-        raise TypeError(f"{type(self).__name__} keeps no mean of each class")
+        raise TypeError(f"{type(self).__name__} does not track per-class means")
 
     def grow(self, num_classes: int) -> None:
         """Make room for more classes, which come last and start empty."""

@@ -162,7 +162,9 @@ class Criterion(nn.Module):
 
     def _require_total_steps(self) -> int:
         if self._total_steps is None:
-            raise ValueError("total_steps must be given to the criterion, or progress to each call")
+            raise ValueError(
+                "total_steps must be set on the criterion, or progress passed to every call"
+            )
         return self._total_steps
 
     def _load_from_state_dict(

@@ -219,7 +219,7 @@ class ISDALoss(Criterion):
         )
 
     def check(self) -> None:
-        """Raise the error of what a GPU has seen since the last check (synchronises).
+        """Raise any error that was deferred since the last check (synchronises with a GPU).
 
         Warns if there were more steps than ``total_steps``.
 

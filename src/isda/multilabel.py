@@ -176,10 +176,11 @@ class ISDABCEWithLogitsLoss(Criterion):
         if tensors and (not target.is_floating_point() or features.dim() != 2):
             if exchange:
                 self.refuse()
-            raise ValueError(
-                "target must be floating point of shape (N, C) for features of shape (N, A), "
-                f"got {target.dtype} of shape {tuple(target.shape)} for {tuple(features.shape)}"
-            )
+            if not target.is_floating_point():
+                raise ValueError(
+                    f"target must be floating point (0 or 1), got {target.dtype}: call .float()"
+                )
+            raise ValueError(f"features must have shape (N, A), got {tuple(features.shape)}")
         super()._require_call(exchange, **arguments)
 
     def _require_finite(

@@ -126,9 +126,12 @@ def test_first_code_of_readme_runs_as_printed(tmp_path: Path) -> None:
     script.write_text(
         blocks[1] + "\nprint(isinstance(criterion, isda.AttachedLoss), loss.item())\n"
     )
-    truth, value = run(script, tmp_path).split()
+    *steps, last = run(script, tmp_path).splitlines()
+    truth, value = last.split()
     assert truth == "True"
     assert 0 < float(value) < 10
+    assert [line.split(":")[0] for line in steps] == [f"step {step}" for step in range(5)]
+    assert f"{float(value):.3f}" == steps[-1].split()[-1]
 
 
 def test_tables_of_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def test_trainer_refusals():
         transformers.loss_func(isda.attach(model, ignore_index=255))
     with pytest.raises(ValueError, match=r"reduction must be 'mean'.* got 'sum'"):
         transformers.loss_func(isda.attach(model, reduction="sum"))
-    with pytest.raises(ValueError, match=r"must be that of isda\.attach\(model, …\), got Cross"):
+    with pytest.raises(ValueError, match=r"must be created by isda\.attach\(model, …\), got Cross"):
         transformers.ISDACallback(nn.CrossEntropyLoss())
     compute_loss = transformers.loss_func(isda.attach(model, ramp="constant"))
     with pytest.raises(ValueError, match='labels must be in the batch as "labels"'):

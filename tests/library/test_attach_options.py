@@ -106,7 +106,7 @@ def test_public_names():
 def test_strength_and_total_steps_of_a_model():
     model = nn.Linear(4, 3)
     criterion = attach(model, lambda_0=0.5)
-    with pytest.raises(ValueError, match="total_steps must be given to the criterion"):
+    with pytest.raises(ValueError, match="total_steps must be set on the criterion"):
         _ = criterion.strength
     with pytest.raises(ValueError, match="total_steps must be a whole number >= 1, got 0"):
         criterion.total_steps = 0

@@ -106,7 +106,7 @@ def test_arguments_that_are_not_tensors(name, value, device):
 def test_missing_total_steps_changes_nothing(device):
     criterion = make(device, total_steps=None)
     before = bits(criterion)
-    with pytest.raises(ValueError, match="total_steps must be given to the criterion, or progress"):
+    with pytest.raises(ValueError, match="total_steps must be set on the criterion, or progress"):
         call(criterion, batch(device))
     assert_bits(criterion, before)
 

@@ -143,7 +143,7 @@ def test_statistics_of_a_class_in_every_structure(device):
             assert estimator.class_mean(3).dtype == torch.float32
             assert estimator.moments.count.tolist() == count.tolist()
         else:
-            with pytest.raises(TypeError, match="keeps no mean of each class"):
+            with pytest.raises(TypeError, match="does not track per-class means"):
                 estimator.class_mean(3)
         estimator.update(1 + x.features, x.target)
         close(found, matrix)  # no view of the statistics

@@ -106,8 +106,8 @@ class Recipe:
     """Epochs to shift the cosine schedule by; with 1 the last epoch has learning rate 0."""
 
     lambda_0: float = 0.0
-    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy. isda compare takes auto:
-    choose it on held-out training images."""
+    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy. With isda compare,
+    auto chooses it on held-out training images."""
 
     covariance: Literal["full", "diagonal", "shared", "identity"] = "full"
     """Covariance: full or diagonal per class, one shared by all classes, or identity."""
@@ -340,8 +340,8 @@ class Options:
     with code 75. No epoch is started that would take longer than the time left."""
 
     whole_runs: bool = False
-    """With --minutes on a GPU, for machines that lose their files: if not all runs side by side can
-    finish in time, stop some of them, so that the others can."""
+    """With --minutes on a GPU, for machines whose disk is deleted at shutdown: if not all runs side
+    by side can finish in time, stop some of them, so that the others can."""
 
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""

@@ -27,6 +27,6 @@ def count_batches(updates: int, batches_per_epoch: int | None, accumulation: int
 
 
 def require_isda(criterion: Any) -> None:
-    """Raise ValueError unless a criterion is that of :func:`isda.attach` with a loss of isda."""
+    """Raise ValueError unless :func:`isda.attach` created a criterion with a loss of isda."""
     if not isinstance(criterion, AttachedLoss) or not isinstance(criterion.criterion, Criterion):
-        raise ValueError(f"criterion must be that of isda.attach(model, …), got {criterion!r}")
+        raise ValueError(f"criterion must be created by isda.attach(model, …), got {criterion!r}")

@@ -44,7 +44,7 @@ elsewhere, refused = command_line.elsewhere, command_line.refused
         (["train", "cifar10-resnet32-isda"], "cifar10 not found: neither data/cifar10.npz nor"),
         (["train", "imagenet-resnet50-isda"], "imagenet needs --data-root"),
         (["train", "digits-resnet8-ce", "--method", "isda"], "lambda_0 must be > 0 to change"),
-        (["train", "--data", "imagefolder:x", "--network", "timm:resnet18.no"], "cannot be built"),
+        (["train", "--data", "imagefolder:.", "--network", "timm:resnet18.no"], "cannot be built"),
         (["train", "--network", "timm:resnet18.no"], "timm:resnet18.no cannot be built: "),
         (["train", "--hold-out", "1430"], "hold_out must leave training images of every class"),
         (["train", "--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
@@ -54,6 +54,11 @@ elsewhere, refused = command_line.elsewhere, command_line.refused
         (["train", "--minutes", "0"], "minutes must be > 0, got 0.0"),
         (["train", "--side-by-side", "-2"], "side_by_side must be >= 0, got -2"),
         (["compare", "--data", "imagefolder:nowhere"], "nowhere does not exist"),
+        (  # before anything is downloaded
+            ["compare", "--data", "imagefolder:nowhere", "--pretrained", "--download"],
+            "nowhere does not exist",
+        ),
+        (["queue", "evidence.queue", "--no-resume"], "a queue always resumes its runs"),
         (["compare", "--data", "imagefolder:"], "imagefolder needs a path"),
     ],
 )  # fmt: skip

@@ -154,7 +154,7 @@ def test_size_of_the_tables_on_the_page(tmp_path: Path) -> None:
         text = page.read_text(encoding="utf-8")
         assert f"{2 * number:,} test images of {number} classes." in text
         assert len(re.findall(r"<td>class \d+</td>", text)) == listed
-        assert "continue with more <code>--seeds</code> and <code>--resume</code>." in text
+        assert "number of <code>--seeds</code> and continue with <code>--resume</code>." in text
 
 
 def test_records_without_predictions_give_the_rest(compared: Path) -> None:

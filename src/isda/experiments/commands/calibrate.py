@@ -37,7 +37,7 @@ class Calibrate(RecipeArguments, Task):
     """Arguments of ``isda calibrate``."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    """One run per seed."""
+    """One run of each method per seed."""
 
     methods: tuple[str, ...] = ("ce", "label_smoothing", "isda")
     """Losses to train side by side. Without --hold-out, a tenth of the training images is held out

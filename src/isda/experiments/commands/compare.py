@@ -46,7 +46,7 @@ class Compare(RecipeArguments, Task):
     """Arguments of ``isda compare``; as a task, a comparison whose λ₀ is still to be chosen."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
-    """One run per seed."""
+    """One run of each method per seed."""
 
     candidates: tuple[float, ...] | None = None
     """Values to try with --lambda-0 auto; None: 0.1 0.25 0.5 0.75 1, for imagenet 1 2.5 5 7.5 10.

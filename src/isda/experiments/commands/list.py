@@ -16,7 +16,7 @@ class List:
     """Arguments of ``isda list``."""
 
     results: Path | None = None
-    """Folder of run records; None: runs, else results."""
+    """Folder of run records; None: ./runs if it exists, else ./results."""
 
 
 def run(words: list[str]) -> None:

@@ -36,7 +36,7 @@ class Queue:
     """Text file with one command per line: train, compare, search, calibrate or table."""
 
     results: Path = Path("results")
-    """Folder of run records: runs that it has finished are skipped."""
+    """Folder of run records: runs that are finished there are skipped."""
 
     dry_run: bool = False
     """Print what is left to train and about how long it takes, and exit; with --minutes also what
@@ -50,8 +50,10 @@ class Queue:
     """Address of a Ray cluster, such as auto or HOST:6379; None: an instance on this machine, with
     all its GPUs."""
 
-    options: Annotated[Options, tyro.conf.arg(name="")] = field(default_factory=Options)
-    """How to run the training; options in a line take precedence. Runs are always resumed."""
+    options: Annotated[Options, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: Options(resume=True)
+    )
+    """How to run the training; options in a line take precedence."""
 
 
 def run(words: list[str]) -> None:
@@ -62,6 +64,8 @@ def run(words: list[str]) -> None:
         InputError: lines that failed.
     """
     given = parse(Queue, "queue", words)
+    if not given.options.resume:
+        raise InputError("a queue always resumes its runs: leave --no-resume out, or change --out")
     if given.address is not None and given.engine != "ray":
         raise InputError("--address is that of a Ray cluster: use it with --engine ray")
     lines = read_queue(given.file, given.options)

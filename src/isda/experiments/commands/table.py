@@ -38,7 +38,8 @@ class Table:
     by several --cell."""
 
     results: Path | None = None
-    """Folder of run records to show, without --cell; None: runs, else results."""
+    """Folder of run records to show, without --cell; None: ./runs if it exists, else
+    ./results."""
 
     dry_run: bool = False
     """Print the commands that would train the cell, and exit."""

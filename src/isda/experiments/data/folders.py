@@ -16,7 +16,7 @@ from torch import Tensor
 from isda.experiments.data.arrays import split
 from isda.experiments.errors import InputError, few, one_line
 
-__all__ = ["FolderImages", "load_folder"]
+__all__ = ["FolderImages", "load_folder", "require_folder"]
 
 _TRAIN = ("train", "training")
 _TEST = ("val", "valid", "validation", "test", "testing")
@@ -90,6 +90,13 @@ def _reading() -> Iterator[None]:
         raise InputError(f"{one_line(error.filename)} cannot be read: {error.strerror}") from error
 
 
+def require_folder(path: Path) -> None:
+    """Raise InputError unless a path is a folder."""
+    if not path.is_dir():
+        problem = "is not a folder" if path.exists() else "does not exist"
+        raise InputError(f"{one_line(path)} {problem}")
+
+
 @_reading()
 def load_folder(
     path: Path,
@@ -116,9 +123,7 @@ def load_folder(
         raise InputError(f"image_size must be >= 1, got {image_size}")
     if workers < 0:
         raise InputError(f"workers must be >= 0, got {workers}")
-    if not path.is_dir():
-        problem = "is not a folder" if path.exists() else "does not exist"
-        raise InputError(f"{one_line(path)} {problem}")
+    require_folder(path)
     parts = {part.lower(): path / part for part in _class_names(path)}  # Train counts as train
     tests = [parts[part] for part in _TEST if part in parts]
     enough = 1 if tests else 2  # otherwise it is a class that contains folders

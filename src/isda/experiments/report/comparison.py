@@ -252,7 +252,7 @@ def advice(result: Comparison) -> tuple[str, str]:
         if change.mean < 0:
             return "Yes", f"{label} has the lower {result.split} error here."
         return "No", f"{label} has the higher {result.split} error here."
-    more = "continue with more --seeds and --resume"
+    more = "choose a larger number of --seeds and continue with --resume"
     if change.interval is None:
         return "Too early to say", f"One seed cannot tell a difference from chance: {more}."
     if change.constant:
@@ -270,12 +270,13 @@ def advice(result: Comparison) -> tuple[str, str]:
     if needed is None:
         return (
             "Not clear from these seeds",
-            f"A difference of this size needs many seeds to be shown: {more}.",
+            "A difference of this size would take too many seeds to show.",
         )
     size = f"{abs(change.mean):.2f} points"
     return (
         "Not clear from these seeds",
-        f"If the difference is {size}, about {needed} seeds would show it: {more}.",
+        f"If the difference is {size}, about {needed} seeds would show it: continue with that many "
+        "--seeds and --resume. Adding seeds until a difference is significant would mislead.",
     )
 
 

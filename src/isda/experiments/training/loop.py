@@ -34,7 +34,7 @@ from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.progress import label_of, show_epochs
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.side_by_side import SideBySide
-from isda.experiments.training.start import create_folders, finished_runs, require_networks
+from isda.experiments.training.start import create_folders, finished_runs, require_inputs
 from isda.experiments.training.tensorboard import create_writer, require_tensorboard
 from isda.experiments.training.training_step import Lane
 
@@ -109,7 +109,7 @@ class _Training:
         if self.options.resume and self.world == 1:
             self.runs |= finished_runs(self.plans, self.options)
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
-        require_networks([self.plans[number] for number in waiting], self.options)
+        require_inputs([self.plans[number] for number in waiting], self.options)
         require_generators((self.plans[number].recipe for number in waiting), self.options)
         self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
         self._images = locks.enter_context(kept_images())

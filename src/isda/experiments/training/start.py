@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from isda.experiments.data.features import FeatureArrays
+from isda.experiments.data.folders import require_folder
 from isda.experiments.errors import InputError, as_input_error
 from isda.experiments.networks import find_weights, require_network
 from isda.experiments.records import Run, export, load_runs, summary
@@ -22,7 +23,7 @@ __all__ = [
     "finished_runs",
     "records_of",
     "require_fit",
-    "require_networks",
+    "require_inputs",
 ]
 
 
@@ -61,11 +62,15 @@ def adopt_records(plans: Sequence[Plan], records: Path, out: Path) -> None:
                 export(run, out)
 
 
-def require_networks(plans: Sequence[Plan], options: Options) -> None:
-    """Raise InputError before images are decoded if a network or its weights do not exist.
+def require_inputs(plans: Sequence[Plan], options: Options) -> None:
+    """Raise InputError before images are decoded if images, network or weights do not exist.
 
     Downloads pretrained weights if so desired.
     """
+    for data in {plan.recipe.data for plan in plans}:
+        kind, _, path = data.partition(":")
+        if kind == "imagefolder" and path:
+            require_folder(Path(path).expanduser())
     for name, drop_rate in {(plan.recipe.network, plan.recipe.drop_rate) for plan in plans}:
         require_network(name, drop_rate=drop_rate)
     for recipe in {plan.recipe for plan in plans if plan.recipe.pretrained}:
