@@ -20,6 +20,8 @@ from torch.nn import functional as F
 __all__ = [
     "BAD_FEATURES",
     "BAD_TARGET",
+    "HAS_BAD_FEATURES",
+    "HAS_BAD_TARGET",
     "LARGEST",
     "MISMATCH",
     "OVERFLOW",
@@ -42,10 +44,11 @@ __all__ = [
 SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
 """Class indices of samples that are skipped, that have bad features, or a bad target."""
 
-REFUSED, OVERFLOW = 3, 4
-"""Problem numbers of a batch that another rank has refused, and of a loss that is not finite.
+HAS_BAD_FEATURES, HAS_BAD_TARGET, REFUSED, OVERFLOW = 1, 2, 3, 4
+"""Problem numbers.
 
-1 and 2 are bad features and a bad target: SKIP − the code of the sample.
+The first two are SKIP − the code of such a sample; then a batch that another rank has refused, and a
+loss that is not finite.
 """
 
 LARGEST = 1e15
@@ -226,7 +229,7 @@ def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
         return "the loss of another rank is no longer finite; its error says why"
     if problem == REFUSED:
         return "another rank refused its batch; its error says why. Nothing was changed on any rank"
-    if problem == SKIP - BAD_FEATURES:
+    if problem == HAS_BAD_FEATURES:
         return (
             f"features must be finite: found NaN, or values of {LARGEST:g} or more; the batch was "
             "left out of the statistics"

@@ -166,7 +166,7 @@ class ISDALoss(Criterion):
             quadratic = self._update_and_quadratic(batch, weight, target, covariance_index, learn)
             if self.max_shift is not None:
                 quadratic = functional.limit_shift(quadratic, strength, self.max_shift)
-            loss = ops.isda_cross_entropy(
+            loss = ops.scaled_isda_cross_entropy(
                 logits,
                 target if target.is_floating_point() else batch.index[batch.local],
                 quadratic,

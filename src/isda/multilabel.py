@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda import checks, distributed, functional
-from isda.checks import BAD_FEATURES, BAD_TARGET, LARGEST, OVERFLOW, SKIP
+from isda.checks import HAS_BAD_FEATURES, HAS_BAD_TARGET, LARGEST, OVERFLOW
 from isda.covariance import Covariance, require_covariance_index
 from isda.criterion import Criterion, Ramp
 from isda.functional.losses import Reduction
@@ -201,14 +201,14 @@ class ISDABCEWithLogitsLoss(Criterion):
         """Merge every sample of all ranks into the statistics of each of its classes."""
         problem = 0
         if not (features.abs() < LARGEST).all():  # false for NaN
-            problem = SKIP - BAD_FEATURES
+            problem = HAS_BAD_FEATURES
         if not ((target >= 0) & (target <= 1)).all():
-            problem = SKIP - BAD_TARGET
+            problem = HAS_BAD_TARGET
         rows, classes = (target > 0.5).nonzero(as_tuple=True)
         size = len(rows)
         if world_size > 1:
             size, problem = distributed.agree(size, problem, self.process_group)
-        if problem == SKIP - BAD_TARGET:
+        if problem == HAS_BAD_TARGET:
             raise ValueError("target must be in [0, 1]: found values out of range, or NaN")
         if problem:
             raise ValueError(checks.problem_message(problem, self.num_classes, -100))

@@ -28,7 +28,7 @@ __all__ = [
     "cross_entropy",
     "flag_overflow",
     "full_quadratic",
-    "isda_cross_entropy",
+    "scaled_isda_cross_entropy",
     "screen",
     "update_",
     "update_and_quadratic",
@@ -120,7 +120,7 @@ def cross_entropy(
     )
 
 
-def isda_cross_entropy(
+def scaled_isda_cross_entropy(
     logits: Tensor,
     target: Tensor,
     quadratic: Tensor,
@@ -260,7 +260,8 @@ def _fused_cross_entropy(
         quadratic: variance of every logit margin, float32; None for ordinary cross entropy.
         target: class indices; the loss of a class out of range is NaN.
         strength: λ, float32.
-        scale: factor of the sum of the losses, see :func:`isda_cross_entropy`; None for their mean.
+        scale: factor of the sum of the losses, see :func:`scaled_isda_cross_entropy`; None for the
+            mean.
         ignore_index: class index of samples that do not count.
         reduce: False for the losses of the samples.
 
