@@ -47,8 +47,8 @@ SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
 HAS_BAD_FEATURES, HAS_BAD_TARGET, REFUSED, OVERFLOW = 1, 2, 3, 4
 """Problem numbers.
 
-The first two are SKIP − the code of such a sample; then a batch that another rank has refused, and a
-loss that is not finite.
+The first two are SKIP − the code of such a sample; then a batch that another rank has refused, and
+a loss that is not finite.
 """
 
 LARGEST = 1e15
