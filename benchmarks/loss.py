@@ -408,14 +408,14 @@ def _loss(case: Case, features: Tensor, target: Tensor, head: nn.Linear) -> Call
 
 def _criterion(case: Case, num_features: int, num_classes: int) -> nn.Module:
     if case.form in BASELINES:
-        from isda.experiments.losses import baselines
+        from isda.experiments import losses
 
         create: dict[str, Callable[[], nn.Module]] = {
-            "focal": baselines.FocalLoss,
-            "lq": baselines.LqLoss,
-            "disturb_label": lambda: baselines.DisturbLabelLoss(num_classes),
-            "center": lambda: baselines.CenterLoss(num_features, num_classes),
-            "large_margin": baselines.LargeMarginLoss,
+            "focal": losses.FocalLoss,
+            "lq": losses.LqLoss,
+            "disturb_label": lambda: losses.DisturbLabelLoss(num_classes),
+            "center": lambda: losses.CenterLoss(num_features, num_classes),
+            "large_margin": losses.LargeMarginLoss,
         }
         return create[case.form]()
     kind: Callable[..., nn.Module] = {"library": isda.ISDALoss, "direct": DirectLoss}[case.form]

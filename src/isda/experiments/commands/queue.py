@@ -140,7 +140,7 @@ def _worker_groups(
 def _job_of_runs(line: Line, plans: Sequence[Plan], workers: Workers) -> Job:
     """The job to train runs of a line."""
     options = line.task.options
-    folders = [options.out / plan.name / str(plan.seed) for plan in plans]
+    folders = [plan.folder(options.out) for plan in plans]
     epochs = [plan.recipe.epochs for plan in plans]
     return Job(
         line.place,

@@ -212,7 +212,7 @@ def _what_fits(lines: Sequence[_Forecast], minutes: float) -> str:
 
 
 def _epochs_done(plan: Plan, out: Path) -> int:
-    folder = out / plan.name / str(plan.seed)
+    folder = plan.folder(out)
     try:
         return summary(Run(folder)).epochs if (folder / "config.json").exists() else 0
     except InputError:  # reported when the run is resumed
