@@ -1,6 +1,8 @@
 """Pictures of augmented features: moves, neighbours, inversion, decoder, quality, refusals."""
 
+import hashlib
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +36,7 @@ from isda.experiments.generators.latent_search import LatentSearch, normalized, 
 from isda.experiments.generators.neighbours import nearest, show_neighbours
 from isda.experiments.generators.stages import Stages
 from isda.experiments.generators.trained_classifier import load_classifier
-from isda.experiments.generators.trained_generator import load_generator
+from isda.experiments.generators.trained_generator import load_generator, weights_digest
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import export
 from isda.experiments.settings import Options
@@ -274,6 +276,24 @@ def test_a_decoder_beats_random_latents_in_one_pass(classifier, generator, stage
 
     random = normalized(torch.randn(len(target), 100, device=features.device))
     assert distance(decoder(features, target)) < 0.9 * distance(random)
+
+
+def test_a_digest_is_of_all_bytes_without_a_copy() -> None:
+    module = torch.nn.Module()
+    tensors = {"a": torch.randn(1000, 1000).T, "b": torch.tensor(7), "c": torch.empty(0, 3),
+               "d": torch.randn(5).bfloat16(), "e": torch.tensor([True, False])}  # fmt: skip
+    expected = hashlib.sha256()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+        content = tensor.view(torch.int16) if name == "d" else tensor
+        expected.update(name.encode() + content.numpy().tobytes())
+    tracemalloc.start()
+    try:
+        digest = weights_digest([module])
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000  # of 4 MB
+    finally:
+        tracemalloc.stop()
+    assert digest == int.from_bytes(expected.digest()[:6], "big")
 
 
 def test_without_a_gan_the_decoder_is_its_own_generator(classifier, stages, tmp_path) -> None:
