@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from isda.experiments.cli import TIME_UP, main
+from isda.experiments.commands import generators
 from isda.experiments.generators import stages
 from isda.experiments.generators.latent_search import LatentSearch
 from isda.experiments.generators.trained_classifier import TrainedClassifier
@@ -108,8 +110,12 @@ def test_refusals(invert, capsys) -> None:
     assert "other settings (seed 0 → 1)" in refused("--resume", "--seed", "1")
     record = Path("out/inversion.json")
     found = json.loads(record.read_text())
-    record.write_text("{}")
-    assert "inversion.json is damaged" in refused("--resume")
+    pictures = found["pictures"]
+    wrong = {**pictures, "control": {**pictures["control"], "own_class": "x"}}
+    for damaged in ({}, {key: value for key, value in found.items() if key != "pictures"},
+                    {**found, "pictures": wrong}):  # fmt: skip
+        record.write_text(json.dumps(damaged))
+        assert "inversion.json is damaged" in refused("--resume")
     del found["classifier_digest"]  # as in an earlier version
     record.write_text(json.dumps(found))
     assert "other settings (classifier_digest 'unknown' → " in refused("--resume")
@@ -159,7 +165,7 @@ def hold(folder: Path, held, release) -> None:
         release.wait(PATIENCE)
 
 
-def test_one_process_at_a_time(invert, capsys) -> None:
+def test_one_process_at_a_time(invert, capsys, monkeypatch) -> None:
     context = multiprocessing.get_context("fork")
     held, release = context.Event(), context.Event()
     process = context.Process(target=hold, args=(Path("out"), held, release))
@@ -170,6 +176,13 @@ def test_one_process_at_a_time(invert, capsys) -> None:
     release.set()
     process.join(PATIENCE)
     assert not Path("out").exists()
+
+    def join_processes(device: str):
+        return contextlib.nullcontext((torch.device(device), 0, 2))
+
+    monkeypatch.setattr(generators, "join_processes", join_processes)
+    assert invert("out") == 2
+    assert "runs in one process: start isda invert without torchrun" in capsys.readouterr().err
 
 
 def test_a_record_has_its_own_picture(invert, monkeypatch) -> None:
@@ -215,3 +228,14 @@ def test_a_finished_decoder_needs_no_features(invert, monkeypatch) -> None:
     assert sizes.count(1438) == 5  # all training images
     assert invert("out", *once) == TIME_UP
     assert sizes.count(1438) == 5
+
+
+@pytest.mark.gpu
+def test_deterministic_kernels_give_the_same_pictures_on_a_gpu(invert) -> None:
+    words = ["--device", "cuda", "--iterations", "40", "--deterministic"]
+    assert invert("whole", *words) == 0
+    assert invert("parts", *words, "--minutes", "1e-9") == TIME_UP
+    while invert("parts", *words, "--minutes", "1e-9", "--resume") == TIME_UP:
+        pass
+    for name in FILES:
+        assert (Path("parts") / name).read_bytes() == (Path("whole") / name).read_bytes()
