@@ -1,5 +1,6 @@
 """Folders of GANs: exact resume, epochs that change, damage, and the commands."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,9 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     assert "--gan cgan contradicts" in refused("wgan", "--gan", "cgan")
     (folder / "checkpoint.pt").write_bytes(b"PK")
     assert "checkpoint.pt is damaged" in refused("acgan", *flags, "--resume")
+    (folder / "checkpoint.pt").unlink()
+    os.mkfifo(folder / "checkpoint.pt")
+    assert "checkpoint.pt is not a file" in refused("acgan", *flags, "--resume")
     assert main(["gan", "measur"]) == 2
     assert "unknown action of isda gan" in capsys.readouterr().err
 

@@ -1,6 +1,8 @@
 """Pictures of augmented features: moves, neighbours, inversion, decoder, quality, refusals."""
 
+import hashlib
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from PIL import Image
 
 from isda.experiments.cli import main
 from isda.experiments.data import counter_rng
-from isda.experiments.errors import InputError, RunError
+from isda.experiments.errors import InputError, RunError, TimeUp
 from isda.experiments.generators import trained_generator
 from isda.experiments.generators.feature_moves import (
     choose_samples,
@@ -34,7 +36,7 @@ from isda.experiments.generators.latent_search import LatentSearch, normalized, 
 from isda.experiments.generators.neighbours import nearest, show_neighbours
 from isda.experiments.generators.stages import Stages
 from isda.experiments.generators.trained_classifier import load_classifier
-from isda.experiments.generators.trained_generator import load_generator
+from isda.experiments.generators.trained_generator import load_generator, weights_digest
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import export
 from isda.experiments.settings import Options
@@ -207,6 +209,15 @@ def test_a_captured_search_equals_an_eager_one(classifier, generator, stages) ->
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
 
 
+def test_the_time_limit_holds_after_every_iteration_on_a_cpu(tmp_path) -> None:
+    """Also for the first ones of a stage, before their time is known."""
+    options = Options(minutes=1e-9)
+    stages = Stages(tmp_path, "stages", {"settings": {}}, options, progress=False)
+    search = LatentSearch(lambda z: z.sum(1), torch.ones(2, 3), momentum=0.0, weight_decay=0.0)
+    with pytest.raises(TimeUp, match="1 of 40 iterations"):
+        search.run(stages, "search", 40, 1.0, capture=True)
+
+
 def test_a_search_that_diverges_says_so(device, stages) -> None:
     search = LatentSearch(lambda z: z.sum(1) / 0, torch.ones(2, 3, device=device),
                           momentum=0.0, weight_decay=0.0)  # fmt: skip
@@ -274,6 +285,36 @@ def test_a_decoder_beats_random_latents_in_one_pass(classifier, generator, stage
 
     random = normalized(torch.randn(len(target), 100, device=features.device))
     assert distance(decoder(features, target)) < 0.9 * distance(random)
+
+
+def test_a_decoder_draws_one_order_per_epoch(classifier, generator, stages, monkeypatch) -> None:
+    drawn, permutation = [], counter_rng.permutation
+
+    def draw(length, key):
+        drawn.append(length)
+        return permutation(length, key)
+
+    monkeypatch.setattr(counter_rng, "permutation", draw)
+    train_decoder(classifier, generator, stages, eta=0.1, steps=25)
+    assert drawn == 3 * [1438]  # an epoch has 12 steps
+
+
+def test_a_digest_is_of_all_bytes_without_a_copy() -> None:
+    module = torch.nn.Module()
+    tensors = {"a": torch.randn(1000, 1000).T, "b": torch.tensor(7), "c": torch.empty(0, 3),
+               "d": torch.randn(5).bfloat16(), "e": torch.tensor([True, False])}  # fmt: skip
+    expected = hashlib.sha256()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+        content = tensor.view(torch.int16) if name == "d" else tensor
+        expected.update(name.encode() + content.numpy().tobytes())
+    tracemalloc.start()
+    try:
+        digest = weights_digest([module])
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000  # of 4 MB
+    finally:
+        tracemalloc.stop()
+    assert digest == int.from_bytes(expected.digest()[:6], "big")
 
 
 def test_without_a_gan_the_decoder_is_its_own_generator(classifier, stages, tmp_path) -> None:

@@ -10,11 +10,7 @@ from isda.experiments.commands.arguments import parse, require_seeds
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.generators.gan_settings import GANS, GanSettings, get_gan
 from isda.experiments.generators.inversion_settings import InversionSettings
-from isda.experiments.report.feature_tables import (
-    inversion_table,
-    neighbours_table,
-    quality_table,
-)
+from isda.experiments.report.feature_tables import neighbours_table, quality_table, read_table
 from isda.experiments.report.text import show
 from isda.experiments.settings import Options
 from isda.experiments.training.device import choose_kernels, join_processes
@@ -151,6 +147,9 @@ class Invert(_WithClassifier):
     capture: bool = True
     """Capture the iterations in CUDA graphs on a GPU."""
 
+    deterministic: bool = False
+    """Use deterministic GPU kernels: bitwise reproducible, but slower."""
+
     resume: bool = False
     """Continue what was begun with the same arguments."""
 
@@ -235,14 +234,16 @@ def invert(words: list[str]) -> None:
     given = parse(Invert, "invert", words)
     require_seeds("seed", (given.seed,))
     options = _options_of(given)
-    with join_processes(given.device) as (device, _, _), choose_kernels(options, device):
+    with join_processes(given.device) as (device, _, world), choose_kernels(options, device):
+        if world > 1:
+            raise InputError("an inversion runs in one process: start isda invert without torchrun")
         folder = given.generator
         generator = None if folder is None else load_generator(folder, device)
         classifier = load_classifier(given.classifier, options, device)
         judge = None
         if given.judge is not None:
             judge = load_classifier(given.judge, options, device, statistics=False)
-        result = show_inversion(
+        show_inversion(
             classifier,
             generator,
             given.settings,
@@ -252,7 +253,8 @@ def invert(words: list[str]) -> None:
             strength=given.strength,
             seed=given.seed,
         )
-    show(f"{inversion_table(result).text}\n{given.out / 'inversion.png'}")
+    # from the file: the record of an earlier command may be damaged
+    show(f"{read_table(given.out, 'inversion').text}\n{given.out / 'inversion.png'}")
 
 
 def neighbours(words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.recipe_checks import require
 from isda.experiments.settings import Options
+from isda.experiments.training.run_folder import locked_folder
 
 __all__ = ["Inversion", "show_inversion"]
 
@@ -62,6 +64,7 @@ def show_inversion(
 
     Raises:
         TimeUp: the time limit ended before; the state is written.
+        RunLocked: another process writes to the folder.
     """
     strength = strength_of(classifier, strength)
     data = classifier.data
@@ -77,11 +80,14 @@ def show_inversion(
     if judge is not None:
         _require_independent(judge, classifier)
     chosen = choose_samples(classifier, samples, seed)
-    arguments = {
+    shown = {
         "classifier": str(classifier.folder),
-        "classifier_digest": classifier.digest,
         "judge": None if judge is None else str(judge.folder),
         "generator": generator.settings.name if trained else "trained with the decoder",
+    }
+    arguments = {
+        "classifier_digest": classifier.digest,
+        "judge_digest": None if judge is None else judge.digest,
         "generator_digest": generator.digest if trained else None,
         "data": data.name,
         "samples": samples,
@@ -89,14 +95,41 @@ def show_inversion(
         "seed": seed,
         "settings": asdict(settings),
     }
-    stages = Stages(options.out, "inversion", arguments, options)
-    if stages.record is not None:
-        return stages.record
+    with locked_folder(options.out, use="written to"):
+        stages = Stages(options.out, "inversion", arguments, options, shown=shown)
+        if stages.record is not None:
+            return stages.record
+        classes = data.train_target[chosen].tolist()
+        inversion = Inversion(classifier, generator, classes, settings, stages, options.capture)
+        return _write_pictures(
+            inversion, chosen, judge=judge, strength=strength, seed=seed, with_generator=not trained
+        )
 
-    pixels, classes = classifier.training_images(chosen), data.train_target[chosen].tolist()
-    features = classifier.all_features(pixels)
+
+def _write_pictures(
+    inversion: "Inversion",
+    chosen: Tensor,
+    *,
+    judge: TrainedClassifier | None,
+    strength: float,
+    seed: int,
+    with_generator: bool,
+) -> dict[str, Any]:
+    """Both steps of the inversion, then the picture and the record of all images.
+
+    Args:
+        inversion: what to invert with.
+        chosen: indices of the training images to invert.
+        judge: as in :func:`show_inversion`.
+        strength: λ.
+        seed: seed of latents and draws.
+        with_generator: train the generator with the decoder.
+    """
+    classifier, generator = inversion.classifier, inversion.generator
+    settings, stages, classes = inversion.settings, inversion.stages, inversion.classes
+    pixels, target = classifier.training_images(chosen), classifier.data.train_target[chosen]
+    features, samples = classifier.all_features(pixels), len(chosen)
     key = counter_rng.key(seed, device=features.device)
-    inversion = Inversion(classifier, generator, classes, settings, stages, options.capture)
     starts = counter_rng.normal(
         (samples, settings.restarts, generator.settings.noise), counter_rng.fold(key, _START)
     )
@@ -109,9 +142,9 @@ def show_inversion(
             eta=settings.eta,
             steps=settings.decoder_steps,
             seed=seed,
-            with_generator=not trained,
+            with_generator=with_generator,
         )
-        starts[:, 0] = decoder(features, data.train_target[chosen])
+        starts[:, 0] = decoder(features, target)
     latent, step_1 = inversion.reconstruct(pixels, features, starts)
     columns["reconstruction"] = to_bytes(inversion.images(latent[:, None]))
     if settings.start == "decoder":
@@ -134,8 +167,8 @@ def show_inversion(
         pictures[name]["residual_of_move_before"] = before
     rules = (1, len(columns) - 2, len(columns) - 2 + draws)
     grid = torch.cat([*columns.values()], 1)[:_MOST_ROWS]
-    write_grid(options.out / "inversion.png", grid, rules=rules)
-    return stages.end({"step_1_loss": float(step_1.median()), "pictures": pictures})
+    result = {"step_1_loss": float(step_1.median()), "pictures": pictures}
+    return stages.end(result, partial(write_grid, images=grid, rules=rules))
 
 
 @dataclass(frozen=True, eq=False)

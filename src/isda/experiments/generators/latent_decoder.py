@@ -5,6 +5,7 @@ of a GAN, which is frozen, too, or a new one that is trained with the network: t
 needed. The latents are pictures on their own, and starting points of the inversion.
 """
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -79,17 +80,24 @@ def train_decoder(
         decoder = LatentDecoder(
             classifier.network.num_features, data.num_classes, generator.settings.noise
         ).to(device)
-    features = classifier.all_features(data.train_images)
     networks: dict[str, nn.Module] = {"decoder": decoder}
     if with_generator:
         networks["generator"] = generator.train().requires_grad_(True)
     optimizer = torch.optim.Adam(nn.ModuleDict(networks).parameters(), lr=1e-3)
-    key = counter_rng.key(seed, device=device)
+    key, number = counter_rng.key(seed, device=device), len(data.train_target)
+    features = torch.empty(0)  # takes long, so only if there is a step to do
+    if not stages.is_finished("decoder", steps):
+        features = classifier.all_features(data.train_images)
+
+    @functools.lru_cache(maxsize=1)
+    def order(epoch: int) -> Tensor:
+        return counter_rng.permutation(number, counter_rng.fold(key, epoch))
 
     def step(done: int, _: int) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (1 - done / steps)
-        index = _batch(done, len(features), key)
+        epoch, place = divmod(done, -(-number // _BATCH))
+        index = order(epoch)[place * _BATCH : (place + 1) * _BATCH]
         label = data.train_target[index]
         latent = with_codes(decoder(features[index], label), generator)
         images = generator.for_classes(label.tolist())(latent)
@@ -101,13 +109,6 @@ def train_decoder(
         loss.backward()
         optimizer.step()
 
-    stages.run("decoder", [1] * steps, step, {**networks, "optimizer": optimizer})
+    stages.run("decoder", steps, step, networks, helpers={"optimizer": optimizer})
     generator.eval().requires_grad_(False)
     return decoder.eval().requires_grad_(False)
-
-
-def _batch(step: int, number: int, key: Tensor) -> Tensor:
-    """Indices of the images of a step, in a new order in every epoch."""
-    epoch, place = divmod(step, -(-number // _BATCH))
-    order = counter_rng.permutation(number, counter_rng.fold(key, epoch))
-    return order[place * _BATCH : (place + 1) * _BATCH]

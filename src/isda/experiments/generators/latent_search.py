@@ -50,7 +50,6 @@ class LatentSearch:
         self.device = start.device
         self.latent = start.clone().requires_grad_()
         self.learning_rate = torch.zeros((), device=start.device)
-        self.losses = torch.zeros(len(start), device=start.device)  # before the last iteration
         self._loss = loss
         self._optimizer = torch.optim.SGD(
             [self.latent],
@@ -67,10 +66,8 @@ class LatentSearch:
     def step(self) -> None:
         """One iteration."""
         self.zero_grad()
-        losses = self._loss(normalized(self.latent))
-        losses.sum().backward()
+        self._loss(normalized(self.latent)).sum().backward()
         self._optimizer.step()
-        self.losses.copy_(losses.detach())
 
     @torch.no_grad()
     def evaluate(self) -> Tensor:
@@ -85,7 +82,6 @@ class LatentSearch:
         """All tensors that an iteration changes."""
         yield self.latent
         yield self._buffer
-        yield self.losses
 
     def state_dict(self) -> dict[str, Tensor]:
         """Latents and momentum, to continue from."""
@@ -121,11 +117,15 @@ class LatentSearch:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # the time limit counts what has been done
 
-        firsts = range(0, iterations, quarter)
-        sizes = [size for first in firsts for size in graph_sizes(min(quarter, iterations - first))]
-        stages.run(stage, sizes, step, {"search": self})
+        def size(done: int) -> int:
+            if self.device.type != "cuda":
+                return 1
+            return next(graph_sizes(min(quarter - done % quarter, iterations - done)))
+
+        stages.run(stage, iterations, step, {"search": self}, size=size)
         losses = self.evaluate()
         if not losses.isfinite().all():
+            stages.clear()  # it would continue with this learning rate only
             raise RunError(
                 f"gradient descent on the latents diverged at learning rate {learning_rate:g}: "
                 "use lower --learning-rates"

@@ -1,10 +1,13 @@
-"""A long computation in stages: its state in a file until it is finished, then its record."""
+"""A long computation in stages: its state in a file until it is finished, then picture and record.
 
-import itertools
+A record is only ever that of the picture beside it: it is deleted before the picture is replaced.
+"""
+
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from isda.experiments.errors import InputError, TimeUp, reason
@@ -33,11 +36,13 @@ class Stages:
     """Runs the iterations of one stage after the other, each of which can be continued exactly.
 
     Args:
-        folder: folder of the files NAME.pt, with the state, and NAME.json, the record.
+        folder: folder of the files NAME.pt, with the state, NAME.png, the picture, and NAME.json,
+            the record. Hold its lock, see :func:`locked_folder`.
         name: name of the files.
         arguments: what the result depends on, with ``settings`` as a dictionary in it. A state or
             record of other arguments is not continued.
         options: resume, checkpoint_seconds and minutes count.
+        shown: what the record holds besides, which is not compared, such as paths.
         progress: show progress bars.
     """
 
@@ -51,77 +56,113 @@ class Stages:
         arguments: Mapping[str, Any],
         options: Options,
         *,
+        shown: Mapping[str, Any] = MappingProxyType({}),
         progress: bool = True,
     ) -> None:
         self._arguments = json.loads(json.dumps(arguments))  # as in the files: no tuples
-        self._state, self._record = folder / f"{name}.pt", folder / f"{name}.json"
-        self._options, self._progress = options, progress
+        self._folder, self._name = folder, name
+        self._state, self._picture, self._record = (
+            folder / f"{name}.{kind}" for kind in ("pt", "png", "json")
+        )
+        self._options, self._shown, self._progress = options, shown, progress
         self._stages: dict[str, dict[str, Any]] = {}  # iterations done, and parts
         self._deadline, self._saved_at = Deadline(options), time.monotonic()
-        with writing(folder, keep=()):
-            folder.mkdir(parents=True, exist_ok=True)
         if self._state.exists():
             if not options.resume:
                 raise InputError(f"{self._state} is unfinished: use --resume or a different --out")
-            self._stages = self._read(self._state, read_checkpoint)["stages"]
-        elif options.resume and self._record.exists():
+            self._stages = self._read(self._state, _read_state)["stages"]
+        elif options.resume and self._record.exists() and self._picture.exists():
             self.record = self._read(self._record, _read_json)
+
+    def is_finished(self, name: str, total: int) -> bool:
+        """Whether all iterations of a stage have been done."""
+        return bool(self._stages.get(name, {}).get("done") == total)
 
     def run(
         self,
         name: str,
-        sizes: Sequence[int],
+        total: int,
         step: Callable[[int, int], None],
         parts: Mapping[str, _Stateful],
+        *,
+        helpers: Mapping[str, _Stateful] = MappingProxyType({}),
+        size: Callable[[int], int] = lambda done: 1,
     ) -> None:
         """Do the iterations of a stage that are left.
 
         Args:
             name: name of the stage.
-            sizes: numbers of iterations to do at a time.
+            total: number of its iterations.
             step: called with the number of iterations done, and of those to do.
-            parts: all that the iterations change.
+            parts: what the iterations change and later stages need.
+            helpers: what else the iterations change; not kept when all are done.
+            size: how many iterations to do at a time, a function of the number done.
 
         Raises:
             TimeUp: the time limit ended before; the state is written.
         """
-        ends = [0, *itertools.accumulate(sizes)]
-        done, total = self._restore(name, parts), ends[-1]
-        if done not in ends:
-            raise self._damage(self._state, ValueError(f"{done} iterations of {name}"))
+        done = self._restore(name, total, parts, helpers)
         with show_progress(total, name, "iteration", first=done, show=self._progress) as bar:
-            for size in sizes[ends.index(done) :]:
-                began = time.monotonic()
-                step(done, size)
-                done += size
-                bar.update(size)
-                self._keep(name, done, total, parts, seconds=time.monotonic() - began)
+            while done < total:
+                began, number = time.monotonic(), size(done)
+                step(done, number)
+                done += number
+                bar.update(number)
+                each, finished = (time.monotonic() - began) / number, done == total
+                stop = not finished and self._deadline.is_up(each * size(done))
+                changed = parts if finished else {**parts, **helpers}
+                self._keep(name, done, changed, finished=finished, stop=stop)
+                if stop:
+                    raise TimeUp(
+                        f"time limit of {self._options.minutes:g} min reached, {done} of {total} "
+                        f"iterations of {name} done"
+                    )
 
-    def end(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the record, which is the arguments and the result, and return it."""
-        record = {**self._arguments, **result}
+    def end(self, result: Mapping[str, Any], draw: Callable[[Path], object]) -> dict[str, Any]:
+        """Write picture and record, and return the record: what is shown, arguments and result.
+
+        Args:
+            result: numbers, strings and None in dictionaries and lists.
+            draw: writes the picture to a path.
+        """
+        record = {**self._shown, **self._arguments, **result}
+        with writing(self._record):
+            self._record.unlink(missing_ok=True)
+        draw(self._picture)
         write_json(self._record, record)
-        self._state.unlink(missing_ok=True)
+        self.clear()
         return record
 
-    def _restore(self, name: str, parts: Mapping[str, _Stateful]) -> int:
+    def clear(self) -> None:
+        """Delete the state, and what a process left that was killed while it wrote."""
+        left = self._folder.glob(f".{self._name}.*.new")
+        for path in (self._state, self._state.with_suffix(".new.pt"), *left):
+            path.unlink(missing_ok=True)
+
+    def _restore(
+        self,
+        name: str,
+        total: int,
+        parts: Mapping[str, _Stateful],
+        helpers: Mapping[str, _Stateful],
+    ) -> int:
         """Load the parts of a stage; return the number of iterations done."""
         if name not in self._stages:
             return 0
         try:
-            saved = self._stages[name]
-            for key, part in parts.items():
-                part.load_state_dict(saved["parts"][key])
-            return int(saved["done"])
+            done, saved = self._stages[name]["done"], self._stages[name]["parts"]
+            if not 0 < done <= total:
+                raise ValueError(f"{done} iterations of {name}")
+            for key, part in (parts if done == total else {**parts, **helpers}).items():
+                part.load_state_dict(saved[key])
+            return int(done)
         except Exception as error:  # a damaged file can fail in any way
             raise self._damage(self._state, error) from error
 
     def _keep(
-        self, name: str, done: int, total: int, parts: Mapping[str, _Stateful], *, seconds: float
+        self, name: str, done: int, parts: Mapping[str, _Stateful], *, finished: bool, stop: bool
     ) -> None:
-        """Write the state if it is time to; ``seconds`` is the time of the last iterations."""
-        finished = done == total
-        stop = not finished and self._deadline.is_up(seconds)
+        """Write the state if the stage stops here, or if it is time to."""
         due = time.monotonic() - self._saved_at > self._options.checkpoint_seconds
         if not (finished or stop or due):
             return
@@ -130,19 +171,15 @@ class Stages:
         if stop or due:
             replace_checkpoint(self._state, {"arguments": self._arguments, "stages": self._stages})
             self._saved_at = time.monotonic()
-        if stop:
-            raise TimeUp(
-                f"time limit of {self._options.minutes:g} min reached, {done} of {total} "
-                f"iterations of {name} done"
-            )
 
     def _read(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
         """The state or the record of the same arguments."""
         try:
             found = read(path)
             before, now = _flat(found.get("arguments", found)), _flat(self._arguments)
-            changed = [f"{key} {before[key]!r} → {now[key]!r}" for key in now
-                       if before[key] != now[key]]  # fmt: skip
+            # an earlier version may have had fewer arguments
+            changed = [f"{key} {before.get(key, 'unknown')!r} → {now[key]!r}" for key in now
+                       if key not in before or before[key] != now[key]]  # fmt: skip
         except InputError:
             raise
         except Exception as error:  # a damaged file can fail in any way
@@ -156,6 +193,11 @@ class Stages:
 
     def _damage(self, path: Path, error: Exception) -> InputError:
         return InputError(f"{path} is damaged ({reason(error)}): delete it to start again")
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    found = read_checkpoint(path)
+    return {**found, "stages": {name: {**stage} for name, stage in found["stages"].items()}}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -142,5 +142,5 @@ def weights_digest(modules: Iterable[nn.Module]) -> int:
     for module in modules:
         for name, tensor in module.state_dict().items():
             digest.update(name.encode())
-            digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return int.from_bytes(digest.digest()[:6], "big")

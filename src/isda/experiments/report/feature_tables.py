@@ -17,6 +17,7 @@ __all__ = [
     "neighbours_table",
     "quality_table",
     "read_features",
+    "read_table",
 ]
 
 
@@ -69,19 +70,22 @@ def read_features(folders: Iterable[Path]) -> list[FeatureTable]:
         if not names:
             files = ", ".join(f"{name}.json" for name in _TABLES)
             raise InputError(f"{folder} has none of {files}")
-        for name in names:
-            path, picture = folder / f"{name}.json", folder / f"{name}.png"
-            if name == "quality":  # the samples of the last epoch
-                samples = sorted(folder.glob("samples/epoch_*.png"), key=lambda p: (len(p.name), p))
-                picture = samples[-1] if samples else picture
-            try:
-                table = _TABLES[name](json.loads(path.read_text(encoding="utf-8")))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
-                    RecursionError) as error:  # fmt: skip
-                raise InputError(f"{path} is damaged: {error!r}") from error
-            shown = picture if picture.is_file() else None
-            found.append(replace(table, folder=folder, path=shown))
+        found += [read_table(folder, name) for name in names]
     return found
+
+
+def read_table(folder: Path, name: str) -> FeatureTable:
+    """The record NAME.json in a folder: quality, neighbours or inversion."""
+    path, picture = folder / f"{name}.json", folder / f"{name}.png"
+    if name == "quality":  # the samples of the last epoch
+        samples = sorted(folder.glob("samples/epoch_*.png"), key=lambda p: (len(p.name), p))
+        picture = samples[-1] if samples else picture
+    try:
+        table = _TABLES[name](json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
+            RecursionError) as error:  # fmt: skip
+        raise InputError(f"{path} is damaged: {error!r}") from error
+    return replace(table, folder=folder, path=picture if picture.is_file() else None)
 
 
 def quality_table(result: dict[str, Any]) -> FeatureTable:

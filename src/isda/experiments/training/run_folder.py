@@ -8,6 +8,7 @@ them, and truncated to the checkpoint on resume.
 import contextlib
 import fcntl
 import os
+import stat
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from isda.experiments.training.environment import environment
 __all__ = [
     "RunFolder",
     "locked",
+    "locked_folder",
     "read_checkpoint",
     "replace_checkpoint",
     "require_free",
@@ -236,21 +238,40 @@ class RunFolder(Run):
 
 @contextlib.contextmanager
 def locked(out: Path | str, name: str, seed: int) -> Iterator[None]:
-    """Hold the lock of a run, which the system also releases if this process dies.
-
-    Creates the folder of the run if it does not exist, and removes it again if nothing was written
-    to it. Otherwise the lock file stays: if it were deleted, a process that has opened it before
-    could lock a file that no later process sees.
+    """Hold the lock of a run; see :func:`locked_folder`.
 
     Raises:
         RunLocked: another process is training the run; nothing has been written.
     """
     require_name(name)
     folder = Path(out) / name / str(seed)
-    with _lock_file(folder):
-        for left in _NAMES:  # by a process that was killed while it wrote
-            for path in folder.glob(f".{left}.*.new"):
-                path.unlink(missing_ok=True)
+    try:
+        with locked_folder(folder):
+            for left in _NAMES:  # by a process that was killed while it wrote
+                for path in folder.glob(f".{left}.*.new"):
+                    path.unlink(missing_ok=True)
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()  # if it is empty
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, *, use: str = "trained") -> Iterator[None]:
+    """Hold the lock of a folder, which the system also releases if this process dies.
+
+    Creates the folder if it does not exist, and removes it again if nothing was written to it.
+    Otherwise the lock file stays: if it were deleted, a process that has opened it before could
+    lock a file that no later process sees.
+
+    Args:
+        folder: folder of the lock file.
+        use: what the holder of the lock does with the folder, for the message.
+
+    Raises:
+        RunLocked: another process holds the lock; nothing has been written.
+    """
+    with _lock_file(folder, use):
         try:
             yield
         finally:
@@ -258,10 +279,9 @@ def locked(out: Path | str, name: str, seed: int) -> Iterator[None]:
                 if [path.name for path in folder.iterdir()] == ["lock"]:
                     (folder / "lock").unlink()
                     folder.rmdir()
-                    folder.parent.rmdir()
 
 
-def _lock_file(folder: Path) -> IO[str]:
+def _lock_file(folder: Path, use: str) -> IO[str]:
     """The lock file of a folder, open and locked."""
     path = folder / "lock"
     for _ in range(100):
@@ -272,7 +292,7 @@ def _lock_file(folder: Path) -> IO[str]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.close()
-            raise RunLocked(f"{folder} is being trained by another process") from error
+            raise RunLocked(f"{folder} is being {use} by another process") from error
         except OSError:  # a file system without locks
             return file
         with contextlib.suppress(FileNotFoundError):
@@ -319,6 +339,8 @@ def replace_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Load a checkpoint on the CPU after comparing the checksums in the file."""
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would wait for ever
+        raise InputError(f"{path} is not a file")
     with zipfile.ZipFile(path) as archive:
         bad = archive.testzip()
     if bad is not None:
