@@ -157,15 +157,32 @@ def test_resume_on_two_processes(options: Options) -> None:
         assert torch.equal(checkpoint(resumed)["network"][key], value), key
 
 
+PROGRAM = """
+import os, sys
+from pathlib import Path
+from isda.experiments.cli import main
+
+code = main(sys.argv[2:])
+names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+Path(sys.argv[1], "threads" + os.environ["RANK"]).write_text("".join(names))
+sys.exit(code)
+"""
+
+
 def test_torchrun(tmp_path: Path) -> None:
     """The command line under torchrun, both methods: one table, and the runs of one process."""
     words = ["compare", "--epochs", "2", "--batch-size", "481", "--learning-rate", "0.02"]
     words += ["--seeds", "0", "--device", "cpu", "--out", str(tmp_path / "two")]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
     # the address, because the name of the machine may not be known to itself
-    command += ["--standalone", "--local-addr", "127.0.0.1", "-m", "isda.experiments.cli", *words]
+    command += ["--standalone", "--local-addr", "127.0.0.1", str(program), str(tmp_path), *words]
     result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
+    # threads of a process group that was not freed can abort a process at its exit
+    names = [(tmp_path / f"threads{rank}").read_text() for rank in range(WORLD)]
+    assert all("python" in text and "gloo" not in text for text in names)
     warned = [line for line in result.stderr.splitlines() if "Warning" in line]
     assert not [line for line in warned if "resolve hostname" not in line]  # gloo, in a container
     assert result.stdout.count("test error, %") == 1

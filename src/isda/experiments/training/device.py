@@ -8,6 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+# Before there is a process group: it would become a default argument of these functions, never be
+# freed, and the threads of such a group can abort the process at exit.
+import torch.distributed.nn.functional
+
 from isda.experiments.errors import InputError
 from isda.experiments.files import writing
 from isda.experiments.settings import Options, Recipe
