@@ -1,4 +1,4 @@
-"""Train a torchvision ResNet-18 with ISDA on scikit-learn's digits: a few seconds on a CPU."""
+"""Train a torchvision ResNet-18 with ISDA on scikit-learn's digits, in seconds on a CPU."""
 
 import torch
 from sklearn.datasets import load_digits

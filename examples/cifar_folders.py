@@ -3,7 +3,7 @@
     python examples/cifar_folders.py cifar10 folders/cifar10 --images-per-class 1000
     isda compare --data imagefolder:folders/cifar10 --network timm:resnet18 --pretrained --freeze
 
-The folder gets the first training and test images of every class.
+The script writes the first training and test images of every class.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from isda.experiments.data.arrays import ImageArrays, load_data
 
 
 def write_images(folder: Path, data: ImageArrays, images: Tensor, target: Tensor, most: int) -> int:
-    """Write the first images of every class, ``most`` of them; return how many there are."""
+    """Write the first ``most`` images of every class; return how many were written."""
     written: Counter[str] = Counter()
     for pixels, index in zip(images.permute(0, 2, 3, 1).numpy(), target.tolist(), strict=True):
         name = data.class_names[index]

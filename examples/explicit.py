@@ -1,4 +1,4 @@
-"""Call the loss explicitly, with mixup, gradient accumulation, λ per epoch, and checkpoints."""
+"""Call the loss explicitly, with mixup, gradient accumulation, λ per epoch and checkpoints."""
 
 import tempfile
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Segment generated shapes with a small FCN that upsamples its logits: seconds on a CPU.
+"""Segment generated shapes with a small FCN that upsamples its logits, in seconds on a CPU.
 
-Cross entropy and ISDA, with the same seeds. The border of each shape carries the ignore label.
+Compares cross entropy and ISDA with the same seeds. The border of each shape has the ignored label.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def create_shapes(number: int, generator: torch.Generator) -> tuple[Tensor, Tens
         :, 0
     ]
     target = torch.where(distance < radius, kind, 0)
-    colors = 0.6 * torch.eye(3)[kind.flatten() - 1]  # of the shapes, and noise
+    colors = 0.6 * torch.eye(3)[kind.flatten() - 1]  # color of the shape, plus noise
     colors = colors + 0.4 * torch.randn(number, 3, generator=generator)
     images = torch.where((target > 0)[:, None], colors[:, :, None, None], 0.0)
     images = images + 0.5 * torch.randn(number, 3, SIZE, SIZE, generator=generator)

@@ -1,12 +1,12 @@
 # %% [markdown]
 # # ISDA in two dimensions
 #
-# ISDA augments features: it draws them in the directions in which their class varies. With two
-# features and a linear classifier all of this can be drawn. There are three classes of six
-# training samples each; 3,000 further samples of the same distributions are the test set.
+# ISDA augments features in the directions in which their class varies. With two features and a
+# linear classifier, all of this can be plotted. There are three classes with six training samples
+# each; 3,000 more samples of the same distributions are the test set.
 #
-# This page is the output of `examples/two_dimensions.py`, a script whose cells open as a notebook
-# in editors and, with Jupytext, in Jupyter.
+# This page is the output of `examples/two_dimensions.py`, a script that editors and, with
+# Jupytext, Jupyter open as a notebook.
 
 # %%
 import math
@@ -21,7 +21,7 @@ import isda
 
 COLOURS = ("#d1661c", "#2f81f7", "#2da44e")
 STEPS = 1000
-torch.set_num_threads(1)  # small tensors: more threads only take time
+torch.set_num_threads(1)  # for small tensors, more threads are slower
 
 
 def draw_samples(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -41,11 +41,11 @@ test_features, test_target = draw_samples(1000, generator)
 # %% [markdown]
 # ## Covariances and augmented features
 #
-# An estimator keeps count, mean and covariance of each class. The ellipses are at one
-# and two standard deviations. `isda.sample` draws augmented features of a sample from a normal
-# distribution with the covariance of its class (Eq. 1); the dots show 40 for one sample of each
-# class, with λ = 0.5. ISDA never draws them in training: it minimises a bound on the loss of
-# infinitely many.
+# An estimator keeps the count, mean and covariance of each class. The ellipses show one and two
+# standard deviations. `isda.sample` draws augmented features of a sample from a normal
+# distribution with the covariance of its class (Eq. 1); the dots show 40 of them for one sample of
+# each class, with λ = 0.5. Training with ISDA does not draw them: it minimises a bound on the
+# expected loss over infinitely many.
 
 # %%
 estimator = isda.FullCovariance(2, 3)
@@ -81,10 +81,11 @@ plt.show()
 # %% [markdown]
 # ## The same classifier, trained with both losses
 #
-# A line can separate six samples of each class, so cross entropy keeps on increasing the weights,
-# and with them the confidence. ISDA raises the logits of the other classes by the variance of their
-# margin. Weights along the directions in which a class varies become expensive. With a large λ₀
-# the classifier is less confident than it should be: λ₀ has to be chosen.
+# Straight lines can separate the six samples of each class, so cross entropy keeps increasing the
+# weights, and with them the confidence. ISDA raises the logits of the other classes in proportion
+# to the variance of their margin, so large weights along the directions in which a class varies
+# increase the loss. With a large λ₀, the classifier is less confident than it should be: λ₀ must be
+# tuned.
 
 
 # %%
@@ -120,10 +121,10 @@ for name, model in models.items():
 # %% [markdown]
 # ## Decision boundary and confidence
 #
-# The lines are the boundaries between the predicted classes. The colour is that of the predicted
-# class, and the stronger it is, the higher the probability that the classifier gives to it. The
-# picture shows λ₀ = 0.2 because its numbers above are good, so it is chosen on the test samples. On
-# real data, choose λ₀ on held-out images.
+# The lines are the boundaries between the predicted classes. The colour shows the predicted class;
+# a stronger colour means a higher predicted probability. The figure shows λ₀ = 0.2 because its
+# numbers above are good, so this λ₀ was chosen on the test samples. On real data, choose λ₀ on
+# held-out images.
 
 # %%
 sides = torch.linspace(-5, 5, 161), torch.linspace(-4, 4, 129)
@@ -147,6 +148,6 @@ figure.supxlabel("shades: probability above 0.34, 0.6, 0.8 and 0.95", fontsize=1
 plt.show()
 
 # %% [markdown]
-# Cross entropy gives most of the plane a probability above 0.95, also where the classes overlap.
-# With ISDA the boundaries follow the shape of the classes, and the region of low confidence is
-# wider. [Does it help?](results.md) has the measurements on real data.
+# With cross entropy, the probability is above 0.95 in most of the plane, even where the classes
+# overlap. With ISDA, the boundaries follow the shape of the classes, and the region of low
+# confidence is wider. [Does it help?](results.md) has the measurements on real data.

@@ -1,14 +1,14 @@
 r"""A cosine classifier with a learned scale.
 
-Normalised classifiers as in Wang et al., "NormFace" (ACM Multimedia 2017), under ISDA. With
-â = a / |a|, ŵ_j = w_j / |w_j|, a scale s > 0 that is learned as its logarithm, and y = y_i:
+ISDA with a normalised classifier as in Wang et al., "NormFace" (ACM Multimedia 2017). Let
+â = a / |a|, ŵ_j = w_j / |w_j| and y = y_i; the scale s > 0 is learned as its logarithm:
 
     z_ij   = s ŵ_j·â_i
     loss_i = log Σ_j exp(z_ij + (λ s²/2) (ŵ_j − ŵ_y)ᵀ Σ_y (ŵ_j − ŵ_y)) − z_iy
 
-In words: Eq. 4 of a linear layer with the weight s ŵ and the features â; Σ_y is the covariance of â
-in class y. The gradient reaches s and w through the logits and through the quadratic term. The
-layer is an ``nn.Linear`` with a parametrised weight, so ``isda.attach`` finds it.
+In words: this is Eq. 4 for a linear layer with weight s ŵ and features â, where Σ_y is the
+covariance of â in class y. The gradient reaches s and w through the logits and the quadratic term.
+The layer is an ``nn.Linear`` with a parametrised weight, so ``isda.attach`` finds it.
 """
 
 import torch

@@ -1,9 +1,9 @@
 r"""Class-incremental learning: replay of class means with their covariances (IL2A).
 
 The semantic augmentation and the distillation of Zhu et al., "Class-Incremental Learning via Dual
-Augmentation" (NeurIPS 2021), without its class augmentation and its temperature. After a task, the
-mean μ_c and the covariance Σ_c of its classes are kept, and no sample. While a new task is learned,
-old classes c are drawn at random, as many as there are samples:
+Augmentation" (NeurIPS 2021), without its class augmentation and temperature. After a task, only the
+mean μ_c and the covariance Σ_c of its classes are kept, but no samples. To learn a new task, each
+batch is paired with as many old classes c, drawn at random:
 
     replay_c = log Σ_j exp(w_j·μ_c + b_j + (λ/2) (w_j − w_c)ᵀ Σ_c (w_j − w_c)) − w_c·μ_c − b_c
     loss     = CE(new samples) + γ mean_c replay_c + η (Σ_i |a_i − a_i^old|²)^(1/2)

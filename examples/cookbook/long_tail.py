@@ -12,7 +12,7 @@ on Effective Number of Samples" (CVPR 2019). With n_c samples of class c and y =
 
 In words: the logit of the target is lowered by a margin that is larger for rare classes, and the
 mean over the samples is weighted by class. The quadratic term is 0 at the target, so the margin
-needs no argument of its own: it changes the logits that are handed over.
+needs no argument of its own: it only changes the logits that are passed.
 """
 
 from typing import Any

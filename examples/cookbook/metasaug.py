@@ -8,9 +8,9 @@ included, L_ISDA is Eq. 4 of ISDA with class weights, and η, γ are learning ra
     Σ'     = Σ − γ ∂L_CE(θ'(Σ))/∂Σ              on a batch of a small balanced set
     loss   = L_ISDA(θ; Σ')                      on the batch of the training data
 
-In words: choose the covariances such that a step of the augmented loss lowers the cross entropy of
-balanced data, then train with them. The meta-gradient differentiates through the gradient of the
-loss, so the equations are called in their plain form, ``isda.functional``. Σ' is symmetric but need
+In words: change the covariances such that a step with the augmented loss lowers the cross entropy
+on balanced data, then train with them. The meta-gradient differentiates through the gradient of the
+loss, so it uses the plain equations in ``isda.functional``. Σ' is symmetric but need
 not be positive semi-definite.
 """
 

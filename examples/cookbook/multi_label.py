@@ -1,7 +1,7 @@
 r"""Several labels per sample: binary cross entropy under ISDA, with weights for rare labels.
 
-The formula of ``isda.ISDABCEWithLogitsLoss``. Sample i has the labels P_i, y_ik is 1 for them and 0
-elsewhere, and label k occurs n_k times in N training samples:
+This is the formula of ``isda.ISDABCEWithLogitsLoss``. Sample i has the labels P_i: y_ik is 1 for k
+in P_i and 0 otherwise. Label k occurs n_k times in N training samples:
 
     u_k     = (N − n_k) / n_k
     q_ik    = mean over c ∈ P_i of w_kᵀ Σ_c w_k;  0 without labels
@@ -9,8 +9,8 @@ elsewhere, and label k occurs n_k times in N training samples:
     loss    = mean over i and k of loss_ik
 
 In words: a sample is augmented with the mean covariance of its own classes, and loss_ik is the
-upper bound on the expected binary cross entropy of label k. The positive part of a rare label
-weighs more, as with ``pos_weight`` of ``nn.BCEWithLogitsLoss``.
+upper bound on the expected binary cross entropy of label k. Positive targets of a
+rare label have a larger weight, as with ``pos_weight`` of ``nn.BCEWithLogitsLoss``.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 r"""RISDA: means and covariances that tail classes borrow from the classes they are confused with.
 
 In the spirit of Chen et al., "Imagine by Reasoning: A Reasoning-Based Implicit Semantic Data
-Augmentation for Long-Tailed Classification" (AAAI 2022). A first stage trains the network; its
-statistics μ_c, Σ_c and its confusion matrix M (M_ck samples of class c are predicted as k) stay
-fixed in the second stage, which trains the final layer. With y = y_i:
+Augmentation for Long-Tailed Classification" (AAAI 2022). The first stage trains the network. The
+second stage trains the final layer, with the statistics μ_c, Σ_c and the confusion matrix M of the
+first stage (M_ck samples of class c are predicted as k). With y = y_i:
 
     K_ck   = M_ck / Σ_l M_cl
     δ_c    = Σ_k K_ck μ_k − μ_c
@@ -12,10 +12,10 @@ fixed in the second stage, which trains the final layer. With y = y_i:
     loss_i = log Σ_j exp(z'_ij + (β/2) (w_j − w_y)ᵀ Σ'_y (w_j − w_y)) − z'_iy
     loss   = Σ_i v_y loss_i / Σ_i v_y,  v the class weights
 
-In words: a sample is augmented with N(a + α δ_y, β Σ'_y). The shift leads towards the classes that
-its own class is confused with, and the covariance is a mean over them. A row of M that is zero
-except for its diagonal leaves a class alone: use it for the head classes. The shift of the mean
-needs no argument of its own: it changes the logits that are handed over.
+In words: a sample is augmented with N(a + α δ_y, β Σ'_y). The shift points to the classes that the
+sample's class is confused with, and the covariance is a weighted mean over them. A row of M that is
+zero except for its diagonal leaves a class unchanged: use it for classes with many samples. The
+shift of the mean needs no argument of its own: it only changes the logits that are passed.
 """
 
 import torch

@@ -1,14 +1,14 @@
-r"""Variances of every sample, from a small network: an estimator of your own.
+r"""Variances of each sample from a small network, as an example of your own estimator.
 
 In the spirit of methods that predict the augmentation of each sample. The network g is a linear
-layer that starts at 0, where the method is ISDA with the class variances v_c. With y = y_i:
+layer that starts at 0; there, the method is ISDA with the class variances v_c. With y = y_i:
 
     r_i    = g(a_i),  v'_ia = v_ya exp(r_ia)
     loss_i = log Σ_j exp(z_ij + (λ/2) Σ_a v'_ia (w_ja − w_ya)²) − z_iy
     loss   = mean_i loss_i + ρ mean_i ½ Σ_a (exp(r_ia) − 1 − r_ia)
 
 In words: each sample scales the variances of its class. The second term is the KL divergence
-between the normal distributions of variances v'_i and v_y; without it, the network would learn
+between normal distributions with variances v'_i and v_y; without it, the network would learn
 variances of 0. The gradient reaches g through the tensor that ``quadratic`` returns, and the
 features only through the logits, as in ISDA.
 """
@@ -51,7 +51,7 @@ def main() -> None:
     x = torch.randn(4, 10)[target] + torch.randn(400, 10)
     body, head = nn.Sequential(nn.Linear(10, 16), nn.ReLU()), nn.Linear(16, 4)
     estimator = SampleVariance(16, 4)
-    # quadratic uses the samples of the last update, so those of other ranks must stay out of it
+    # quadratic uses the samples of the last update, which must not include those of other ranks
     criterion = isda.ISDALoss(
         16, 4, lambda_0=1.0, total_steps=60, covariance=estimator, synchronize=False
     )

@@ -1,18 +1,18 @@
-r"""Semantic segmentation by a model that upsamples its logits.
+r"""Semantic segmentation with a model that upsamples its logits.
 
 ISDA as in the authors' experiments on Cityscapes (TPAMI 2021), with the quadratic term at the full
-resolution. The features a have 1/8 of the resolution of the label map, say. U is bilinear
-upsampling, y_p is the label of pixel p, and c_q that of position q of the features, by nearest
-neighbour:
+resolution. The features a may have, for example, 1/8 of the resolution of the label map. U is
+bilinear upsampling, y_p is the label of pixel p, and c_q the label of position q of the features,
+by nearest neighbour:
 
     Σ_c    = covariance of a_q over the positions q with c_q = c
     z_p    = U(W a + b)_p
     loss_p = log Σ_j exp(z_pj + (λ/2) (w_j − w_y)ᵀ Σ_y (w_j − w_y)) − z_py      y = y_p
     loss   = mean of loss_p over the pixels with a label
 
-In words: the statistics are taken where the features are, the loss where the labels are. The
-quadratic term depends on the label alone, so a table of C × C numbers serves all pixels, and no
-features are upsampled.
+In words: the statistics are computed at the resolution of the features, the loss at that of the
+labels. The quadratic term depends only on the label, so one table of C × C numbers serves all
+pixels, and no features are upsampled.
 """
 
 import torch

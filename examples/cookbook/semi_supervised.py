@@ -1,17 +1,17 @@
 r"""Semi-supervised ISDA: a consistency loss for samples without a label.
 
 In the spirit of Wang et al., "Regularizing Deep Networks with Semantic Data Augmentation" (TPAMI
-2021), the journal version of ISDA. An unlabelled sample is augmented with the covariance of its
-pseudo-class ŷ_i, and the prediction for the augmented features is drawn towards the prediction p_i
-for the features themselves, which gets no gradient:
+2021), the journal version of ISDA. An unlabelled sample is augmented with the covariance of the
+class that it is predicted as, its pseudo-class ŷ_i. The prediction for the augmented features is
+trained to match the prediction p_i for the original features, which gets no gradient:
 
     p_i    = softmax(z_i),  ŷ_i = argmax_k p_ik,  z_ij = w_j·a_i + b_j
     loss_i = Σ_k p_ik [ log Σ_j exp(z_ij + (λ/2) (w_j − w_k)ᵀ Σ_ŷ (w_j − w_k)) − z_ik ]
     loss   = L_ISDA(labelled) + ρ mean_i loss_i
 
 In words: loss_i is the upper bound on the expected cross entropy between p_i and the prediction for
-ã ~ N(a_i, λ Σ_ŷ). Minus the entropy of p_i, which is a constant, it bounds the KL divergence. The
-statistics are those of the labelled samples.
+ã ~ N(a_i, λ Σ_ŷ). Minus the entropy of p_i, which is a constant, it bounds the KL divergence. Only
+labelled samples enter the statistics.
 """
 
 import torch

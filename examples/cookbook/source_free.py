@@ -1,17 +1,17 @@
-r"""Source-free adaptation: the statistics of the source classes instead of the source data.
+r"""Source-free adaptation: statistics of the source classes replace the source data.
 
 In the spirit of Hwang et al., "SF(DA)²: Source-free Domain Adaptation Through the Lens of Data
 Augmentation" (ICLR 2024). A network comes with the covariance Σ_c of every source class, and the
 target data have no labels. A sample is augmented with the covariance of its pseudo-label ŷ_i, and
-its prediction is drawn towards the mean prediction of its K nearest neighbours N(i) in the batch,
-which gets no gradient:
+its prediction is trained to match the mean prediction of its K nearest neighbours N(i) in the
+batch, which gets no gradient:
 
     p_i    = softmax(z_i),  ŷ_i = argmax_k p_ik,  z_ij = w_j·a_i + b_j
     t_i    = (1/K) Σ_{n ∈ N(i)} p_n,  neighbours by the cosine of their features
     loss_i = Σ_k t_ik [ log Σ_j exp(z_ij + (λ/2) (w_j − w_k)ᵀ Σ_ŷ (w_j − w_k)) − z_ik ]
     loss   = mean_i loss_i
 
-In words: the upper bound on the expected cross entropy between t_i and the prediction for
+In words: this is the upper bound on the expected cross entropy between t_i and the prediction for
 ã ~ N(a_i, λ Σ_ŷ). The statistics are frozen: no sample of the target domain changes them.
 """
 
@@ -57,7 +57,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
 
-    estimator = criterion.estimator  # what leaves the source domain, beside the network
+    estimator = criterion.estimator  # only this and the network leave the source domain
     criterion = isda.ISDALoss(16, 4, covariance=estimator, total_steps=60, frozen=True)
     optimizer = torch.optim.SGD(body.parameters(), lr=0.05)  # the head stays as it is
     for step in range(60):

@@ -1,4 +1,4 @@
-"""Accelerate with ISDA: two epochs on digits. Several ranks: ``accelerate launch``."""
+"""Accelerate with ISDA: two epochs on digits. For several ranks, use ``accelerate launch``."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""Accelerate: two epochs on digits. Several ranks: ``accelerate launch``."""
+"""Accelerate: two epochs on digits. For several ranks, use ``accelerate launch``."""
 
 import tempfile
 

@@ -1,4 +1,4 @@
-"""FSDP2: two epochs on digits. Several ranks: ``torchrun --nproc-per-node 2``."""
+"""FSDP2: two epochs on digits. Two ranks: ``torchrun --nproc-per-node 2``."""
 
 import os
 
