@@ -1,7 +1,7 @@
 """The one-line change: ``criterion = isda.attach(model, …)`` instead of ``nn.CrossEntropyLoss()``.
 
-A forward pre-hook on the final linear layer captures its input, so that the criterion is called as
-before, with logits and target.
+A forward pre-hook on the final linear layer captures its input, so the criterion is called with
+logits and target, as before.
 """
 
 import inspect
@@ -30,9 +30,9 @@ _EVAL_MODE = (
     "on the layer; for validation, call model.eval() and use torch.no_grad()"
 )
 _OTHER_MODEL = (
-    "the attached layer is in eval mode and has made no forward pass since the last loss, so these "
-    "logits are of another model, such as a copy, and their loss is ordinary cross entropy without "
-    "augmentation. Attach a criterion to the model that is trained"
+    "the attached layer is in eval mode and has not run since the last loss, so these logits come "
+    "from another model, such as a copy, and their loss is ordinary cross entropy without "
+    "augmentation. Attach a criterion to the model that is being trained"
 )
 
 
@@ -55,36 +55,37 @@ def attach(
     synchronize: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> "AttachedLoss":
-    r"""Create a criterion for a model that is called like ``nn.CrossEntropyLoss()``.
+    r"""Create a criterion that is attached to a model and called like ``nn.CrossEntropyLoss()``.
 
-    The model keeps its parameters, its output and its checkpoints; it gets one forward pre-hook.
+    This adds a forward pre-hook to the model. Its parameters, output and checkpoints do not change.
     Call this before or after wrapping the model in ``DistributedDataParallel``, and before the
     first call of a compiled model.
 
     Args:
         model: a classifier that ends in a linear layer: an ``nn.Linear`` or a 1×1 convolution.
-            After this layer the model may reshape its logits, pick one position of a sequence, or
-            resize a map (linear, bicubic or nearest), because the same can be done to the features.
+            After this layer, the model may reshape the logits, select one position of a sequence,
+            or resize a map (linear, bicubic or nearest), because the same operation can be applied
+            to the features.
         criterion: a loss called as ``criterion(features, weight, target, bias=bias,
             logits=logits)`` and, in eval mode, as ``criterion.evaluate(logits, target)`` (ordinary
             cross entropy if there is no such method); None for an :class:`isda.ISDALoss` with the
             options below.
         head: the final layer or its name, such as ``"classifier.4"``, if it cannot be found
-            automatically; several for a model that sums their outputs.
+            automatically; a list of them for a model that sums their outputs.
         lambda_0: final strength of the augmentation. For this and the following options see
             :class:`isda.ISDALoss`.
-        total_steps: number of steps of the whole training.
+        total_steps: total number of training steps.
         covariance: structure of the covariances, or an estimator.
         decay: weight of old samples.
         ramp: "linear" or "constant".
         weight: weight of each class.
-        label_smoothing: share of the target that is spread over all classes.
-        ignore_index: class index of samples that do not count.
+        label_smoothing: fraction of the target that is spread over all classes.
+        ignore_index: class index of samples to ignore.
         reduction: "mean", "sum" or "none".
-        max_shift: largest shift of a logit, against divergence.
+        max_shift: maximum shift of a logit, to prevent divergence.
         frozen: use the statistics without updating them.
         synchronize: gather the features of all ranks.
-        process_group: the ranks that train one model.
+        process_group: the ranks that train the model together.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -120,20 +121,21 @@ def attach(
         ]
         if changed:
             raise ValueError(
-                f"{', '.join(changed)} must be set on the criterion that is passed, not on attach"
+                f"{', '.join(changed)} must be set on the criterion, not passed to attach"
             )
     return AttachedLoss(heads, criterion)
 
 
 class AttachedLoss(nn.Module):
-    """A criterion called with ``(logits, target)`` for the final linear layer of a model.
+    """A criterion called with ``(logits, target)``, attached to the final linear layer of a model.
 
-    It follows the mode of the model: after ``model.eval()`` or ``criterion.eval()`` it is ordinary
-    cross entropy. Each captured batch is used once; a call without one raises. The hook is removed
-    with the criterion, or by ``remove()``. A weight sharded by FSDP2 is gathered for each call.
+    It follows the mode of the model: after ``model.eval()`` or ``criterion.eval()``, it is ordinary
+    cross entropy. Each captured batch can be used once; a call without one raises an error. The
+    hook is removed when the criterion is deleted, or by ``remove()``. A weight sharded by FSDP2 is
+    gathered for each call.
     """
 
-    criterion: Criterion  # or another loss with the same call
+    criterion: Criterion  # or another loss with the same signature
     mismatch: Tensor
 
     def __init__(self, heads: Sequence[LinearLayer], criterion: nn.Module) -> None:
@@ -142,7 +144,7 @@ class AttachedLoss(nn.Module):
         self.register_buffer("mismatch", torch.zeros((), dtype=torch.bool), persistent=False)
         self._captures = [Capture() for _ in heads]
         self._warned = False
-        self._resizing: dict[tuple[torch.Size, torch.Size], Resizing] = {}  # by sizes
+        self._resizing: dict[tuple[torch.Size, torch.Size], Resizing] = {}  # keyed by sizes
         self._classes_last: bool | None = None
         self.heads = tuple(heads)  # a tuple: they must not become submodules of the criterion
         self._handles = [
@@ -162,7 +164,7 @@ class AttachedLoss(nn.Module):
 
         Shape:
             logits (N, C), target (N,) or (N, C). Tokens: logits (N, C, L) or (N, L, C). Maps:
-            logits (N, C, H, W), of the resolution of the layer or resized.
+            logits (N, C, H, W), at the resolution of the layer or resized.
         """
         index = options.get("covariance_index")
         tensors = isinstance(logits, Tensor) and isinstance(target, Tensor)
@@ -211,7 +213,7 @@ class AttachedLoss(nn.Module):
 
     @property
     def total_steps(self) -> int | None:
-        """Number of steps of the whole training; can be set before the first step."""
+        """Total number of training steps; can be set before the first step."""
         return self.criterion.total_steps
 
     @total_steps.setter
@@ -229,7 +231,7 @@ class AttachedLoss(nn.Module):
 
     @property
     def reduction(self) -> Reduction:
-        """Of the losses of a batch: "mean", "sum" or "none"; can be changed at any time."""
+        """Reduction of the losses: "mean", "sum" or "none"; can be changed at any time."""
         return self.criterion.reduction
 
     @reduction.setter
@@ -248,7 +250,7 @@ class AttachedLoss(nn.Module):
         self.criterion.lambda_0 = lambda_0
 
     def gather_parameters(self) -> tuple[Tensor, Tensor | None]:
-        """Weight (C, A) and bias (C,) of the final layer, or of several together."""
+        """Weight (C, A) and bias (C,) of the final layer, or of several layers combined."""
         parameters = []
         for head in self.heads:
             weight = distributed.full_tensor(head.weight)
@@ -263,7 +265,7 @@ class AttachedLoss(nn.Module):
         return _join(parameters)
 
     def check(self) -> None:
-        """Raise any error that was deferred since the last check (synchronises with a GPU)."""
+        """Raise any error deferred since the last check (synchronises with the GPU)."""
         mismatch = bool(self.mismatch)
         self.mismatch.zero_()
         check = getattr(self.criterion, "check", None)
@@ -271,7 +273,7 @@ class AttachedLoss(nn.Module):
             if check is not None:
                 check()
         except ValueError:
-            if not mismatch:  # which replaced the features by NaN
+            if not mismatch:  # a mismatch replaces the features with NaN
                 raise
         if mismatch:
             raise ValueError(checks.MISMATCH)
@@ -296,7 +298,7 @@ class AttachedLoss(nn.Module):
             weakref.finalize(self, handle.remove).atexit = False
 
     def _refuse(self) -> None:
-        """Make the other ranks raise as well, instead of waiting for this one."""
+        """Make the other ranks raise too, instead of waiting for this one."""
         training = self.training and all(head.training for head in self.heads)
         if training and hasattr(self.criterion, "refuse"):
             self.criterion.refuse()
@@ -304,15 +306,15 @@ class AttachedLoss(nn.Module):
     def _evaluate(
         self, logits: Tensor, target: Tensor, options: dict[str, Any], *, is_new: bool
     ) -> Tensor:
-        """Ordinary cross entropy, as in eval mode; ``options`` make no difference."""
+        """Ordinary cross entropy, as in eval mode; ``options`` have no effect."""
         compiling = torch.compiler.is_compiling()
         if self.training and logits.requires_grad and not (self._warned or compiling):
             self._warned = True
             checks.warn(_EVAL_MODE if is_new else _OTHER_MODEL)
-        if options and not compiling:  # unknown ones are refused
+        if options and not compiling:  # unknown ones raise an error
             inspect.signature(self.criterion.forward).bind_partial(**options)
         last, head = self._classes_last, self.heads[0]
-        if last is None:  # as the layer gives them
+        if last is None:  # in the order of the layer's output
             last = isinstance(head, nn.Linear) and self._captures[0].has_tokens
         logits, target = classes_second(logits, target, len(head.weight), classes_last=last)
         evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
@@ -327,11 +329,11 @@ class AttachedLoss(nn.Module):
         weight: Tensor,
         bias: Tensor | None,
     ) -> Rows:
-        """Rows of features and logits, after a check that the logits come from the features.
+        """Rows of features and logits, after checking that the logits come from the features.
 
-        On a CPU up to 1024 rows are compared. On a GPU and under ``torch.compile``, one row and 64
-        classes are compared, a mismatch is recorded in ``mismatch``, and the features become NaN,
-        so that the batch is left out of the statistics.
+        On a CPU, up to 1024 rows are compared. On a GPU and under ``torch.compile``, 64 classes of
+        one row are compared; a mismatch sets ``mismatch`` and replaces the features with NaN, so
+        that the batch is left out of the statistics.
         """
         parts: list[Tensor] = []
         for capture, part in zip(self._captures, captured, strict=True):
@@ -358,7 +360,7 @@ class AttachedLoss(nn.Module):
             )
             if rows.resizing is not None:
                 self._resizing[sizes] = rows.resizing
-            if not torch.compiler.is_compiling():  # a change would compile the criterion again
+            if not torch.compiler.is_compiling():  # a change would trigger a recompilation
                 self._classes_last = rows.classes_last
         on_host = checks.known_on_host(features)
         differ = checks.logits_differ(rows.features, weight, bias, rows.logits, thorough=on_host)
@@ -367,23 +369,23 @@ class AttachedLoss(nn.Module):
                 return rows
             if self._resizing.pop(sizes, None) is None:
                 raise ValueError(checks.MISMATCH)
-            return self._pair(captured, logits, target, weight, bias)  # search once more
+            return self._pair(captured, logits, target, weight, bias)  # search again
         self.mismatch.logical_or_(differ)
         # not _replace, see ISDALoss._count_step
         return Rows(torch.where(differ, torch.nan, rows.features), *rows[1:])
 
 
 def _concatenate(features: list[Tensor], dim: int) -> Tensor:
-    """Features of one layer for those of several whose outputs are summed."""
+    """Features of one layer that is equivalent to several whose outputs are summed."""
     try:
         return torch.cat(features, dim)
     except RuntimeError:
         shapes = ", ".join(str(tuple(part.shape)) for part in features)
-        raise ValueError(f"the layers of head must have inputs of one size, got {shapes}") from None
+        raise ValueError(f"the head layers must have inputs of equal size, got {shapes}") from None
 
 
 def _join(parameters: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
-    """Weight (C, A) and bias (C,) of one layer for several whose outputs are summed."""
+    """Weight (C, A) and bias (C,) of one layer that is equivalent to several, summed."""
     weight = torch.cat([weight.flatten(1) for weight, _ in parameters], 1)
     biases = [bias for _, bias in parameters if bias is not None]
     return weight, sum(biases) if biases else None  # type: ignore[return-value]

@@ -1,11 +1,11 @@
-"""What the criteria refuse, and how a GPU reports it without a synchronisation.
+"""Validation of arguments and batches, without a synchronisation with the GPU.
 
-Shapes, dtypes and devices are checked on the host before anything changes. Bad values (NaN
+Shapes, dtypes and devices are checked on the host before any state changes. Bad values (NaN
 features, targets out of range) would corrupt the statistics permanently: ``ops.screen`` marks bad
-samples with a negative class index, and ``ops.count_step`` skips all samples of the batch and sets
-a flag on the device. ``ops.flag_overflow`` sets it for a loss that is not finite.
-On a CPU the flag raises at the end of the same call. On a GPU the host must not wait for it, so the
-error is raised where the host synchronises anyway, such as in ``state_dict()``.
+samples with a negative class index, and ``ops.count_step`` skips the whole batch and sets a flag on
+the device. ``ops.flag_overflow`` sets the flag if the loss is not finite.
+On a CPU, the error is raised at the end of the same call. On a GPU, the host must not wait for the
+flag, so the error is raised where the host synchronises anyway, such as in ``state_dict()``.
 """
 
 import sys
@@ -42,27 +42,27 @@ __all__ = [
 ]
 
 SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
-"""Class indices of samples that are skipped, that have bad features, or a bad target."""
+"""Class indices that mark skipped samples, bad features, and bad targets."""
 
 HAS_BAD_FEATURES, HAS_BAD_TARGET, REFUSED, OVERFLOW = 1, 2, 3, 4
-"""Problem numbers.
+"""Problem codes.
 
-The first two are SKIP − the code of such a sample; then a batch that another rank has refused, and
-a loss that is not finite.
+The first two are SKIP minus the class index that marks such a sample. REFUSED means that another
+rank rejected its batch, OVERFLOW that a loss is not finite.
 """
 
 LARGEST = 1e15
-"""Features of this size or more are refused: the sum of their squares may overflow float32."""
+"""Features of this magnitude or more are rejected: their squares may sum to inf in float32."""
 
 _REQUIRED = ("features", "target", "weight")
-_TOLERANCE = 0.02  # relative error of logits: more than bfloat16 causes, less than a mistake does
+_TOLERANCE = 0.02  # relative error of logits: above the error of bfloat16, below a real mismatch
 
 MISMATCH = (
-    "logits must be the output of the attached layer in the last forward pass of the model, and "
-    "they are not. If they come from another pass, call the criterion after each pass. If they "
-    "were changed after the layer (softmax, dropout, pooling, cropping, resizing by other means "
-    "than F.interpolate to a size), apply that after computing the loss. If they come from another "
-    "layer, pass head="
+    "logits must be the output of the attached layer in the last forward pass of the model, but "
+    "they do not match it. If they come from an earlier pass, call the criterion after each pass. "
+    "If they were modified after the layer (softmax, dropout, pooling, cropping, resizing other "
+    "than with F.interpolate to a size), do so after computing the loss. If they come from "
+    "another layer, pass it as head="
 )
 
 
@@ -107,16 +107,16 @@ def require_call(
     progress: float | Tensor | None = None,
     **others: Tensor | None,
 ) -> None:
-    """Raise TypeError or ValueError for arguments of a wrong type, device, dtype or shape.
+    """Raise TypeError or ValueError for arguments of the wrong type, device, dtype or shape.
 
     Args:
-        num_features: number A of features.
-        num_classes: number C of classes.
+        num_features: number of features A.
+        num_classes: number of classes C.
         features: input of the final linear layer.
         target: class indices or class probabilities.
-        progress: t/T.
-        others: "weight", "bias", "logits", "covariance_index", and as "criterion" any of its
-            buffers, which must be on the same device.
+        progress: training progress t/T.
+        others: "weight", "bias", "logits", "covariance_index", and "criterion": any of its buffers,
+            which must be on the same device.
     """
     tensors = {"features": features, "target": target, **others}
     for name, tensor in tensors.items():
@@ -164,9 +164,9 @@ def require_call(
 def _require_progress(progress: float | Tensor, device: torch.device) -> None:
     if isinstance(progress, Tensor):
         if progress.numel() != 1:
-            raise ValueError(f"progress must be one number, got shape {tuple(progress.shape)}")
+            raise ValueError(f"progress must be a scalar, got shape {tuple(progress.shape)}")
         if progress.device.type != "cpu" and progress.device != device:
-            raise ValueError(f"progress must be on a CPU or on {device}, got {progress.device}")
+            raise ValueError(f"progress must be on the CPU or on {device}, got {progress.device}")
     elif not isinstance(progress, Real):
         raise ValueError(f"progress must be a number or a tensor, got {progress!r}")
     if (not isinstance(progress, Tensor) or known_on_host(progress)) and not 0 <= progress <= 1:
@@ -182,15 +182,15 @@ def known_on_host(tensor: Tensor) -> bool:
 def logits_differ(
     features: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, *, thorough: bool
 ) -> Tensor:
-    """Whether the logits of any sample are not those of a linear layer.
+    """Whether the logits of any sample differ from the output of a linear layer.
 
     Args:
         features: input of the layer.
-        weight: of the layer.
-        bias: of the layer.
-        logits: to be compared with the output of the layer.
-        thorough: True to compare up to 1024 samples, False for one sample and 64 classes. It is a
-            sample from the middle, because all kinds of resizing agree in a corner of a map.
+        weight: weight of the layer.
+        bias: bias of the layer.
+        logits: logits to compare with the output of the layer.
+        thorough: True to compare up to 1024 samples, False for 64 classes of one sample. It is
+            taken from the middle, because all resizing modes agree in the corners of a map.
 
     Shape:
         features (N, A), weight (C, A), bias (C,), logits (N, C); output (), bool.
@@ -210,7 +210,7 @@ def logits_differ(
 
 
 def overflow_message(strength: float, quadratic: float) -> str:
-    """The error for a loss that is not finite, with λ and the largest quadratic term."""
+    """Error message for a loss that is not finite, with λ and the largest quadratic term."""
     if quadratic < 1e30:
         return (
             f"the loss is not finite at λ = {strength:.3g}, but the quadratic term is at most "
@@ -218,34 +218,34 @@ def overflow_message(strength: float, quadratic: float) -> str:
         )
     return (
         f"the loss is no longer finite at λ = {strength:.3g}, with a quadratic term of "
-        f"{quadratic:.3g}: the weights of the final layer diverge. Use a smaller lambda_0 or "
-        "learning rate, weight decay, or max_shift"
+        f"{quadratic:.3g}: the weights of the final layer diverge. Reduce lambda_0 or the learning "
+        "rate, or use weight decay or max_shift"
     )
 
 
 def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
-    """The error for a problem number."""
+    """Error message for a problem code."""
     if problem == OVERFLOW:
-        return "the loss of another rank is no longer finite; its error says why"
+        return "the loss on another rank is no longer finite; see its error"
     if problem == REFUSED:
-        return "another rank refused its batch; its error says why. Nothing was changed on any rank"
+        return "another rank rejected its batch; see its error. No state was changed on any rank"
     if problem == HAS_BAD_FEATURES:
         return (
-            f"features must be finite: found NaN, or values of {LARGEST:g} or more; the batch was "
-            "left out of the statistics"
+            f"features must be finite: found NaN or magnitudes of {LARGEST:g} or more; the batch "
+            "was left out of the statistics"
         )
     return (
-        f"target must be in [0, {num_classes}) or ignore_index={ignore_index}: found a class out "
-        "of range (of target or covariance_index), or probabilities that are not finite or sum to "
-        "0; the batch was left out of the statistics"
+        f"target must be in [0, {num_classes}) or equal ignore_index={ignore_index}: found a class "
+        "out of range (in target or covariance_index), or probabilities that are not finite or sum "
+        "to 0; the batch was left out of the statistics"
     )
 
 
 def argument_error(logits: Any, target: Any, covariance_index: Any) -> Exception:
-    """The error for arguments of an attached criterion that are not tensors, or are swapped."""
+    """Error for arguments of an attached criterion that are not tensors or are swapped."""
     if not isinstance(logits, Tensor):
         return TypeError(
-            f"logits must be a tensor, got {type(logits).__name__}: pass the logits alone, such as "
+            f"logits must be a tensor, got {type(logits).__name__}: pass only the logits, such as "
             'output.logits of a Hugging Face model, output["out"] of a torchvision segmentation '
             "model, or one of several outputs"
         )
@@ -260,7 +260,7 @@ def argument_error(logits: Any, target: Any, covariance_index: Any) -> Exception
 
 
 def warn(message: str) -> None:
-    """Warn at the first caller outside of isda and torch, the line that the user wrote."""
+    """Warn at the first caller outside isda and torch: the line in the user's code."""
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "isda",

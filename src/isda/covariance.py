@@ -32,10 +32,10 @@ Precision = Literal["high", "medium"]
 
 @runtime_checkable
 class Estimator(Protocol):
-    """Anything with these two methods can be passed as ``covariance=``.
+    """Any object with these two methods can be passed as ``covariance=``.
 
-    If ``quadratic`` returns a tensor that depends on learned parameters, they get a gradient. If it
-    takes ``covariance_index``, that argument of :class:`isda.ISDALoss` is supported.
+    If ``quadratic`` returns a tensor that depends on learned parameters, they receive a gradient.
+    It must accept ``covariance_index`` to support that argument of :class:`isda.ISDALoss`.
     """
 
     def update(self, features: Tensor, target: Tensor) -> None:
@@ -60,23 +60,23 @@ def require_covariance_index(estimator: Estimator) -> None:
     parameters = inspect.signature(estimator.quadratic).parameters
     if "covariance_index" not in parameters or getattr(estimator, "world_size", 1) > 1:
         raise ValueError(
-            "covariance_index and multi-label targets need an estimator whose quadratic takes "
-            f"covariance_index and that is not divided among ranks, got {estimator!r}"
+            "covariance_index and multi-label targets require an estimator that is not sharded "
+            f"across ranks and whose quadratic() accepts covariance_index, got {estimator!r}"
         )
 
 
 class Covariance(nn.Module):
     """Base class of the estimators.
 
-    Covariances are float32 in any precision of the model. Means are float64, because each new
-    sample changes them by less than the one before.
+    Covariances are float32 regardless of the model's precision. Means are float64, because each new
+    sample changes them less than the one before.
 
     Args:
-        num_features: number A of features.
-        num_classes: number C of classes.
-        decay: below 1, a batch with m samples of a class weighs at least ``1 - decay**m`` in the
-            statistics of that class, so that old samples fade. 1 weighs all samples equally, as in
-            the paper.
+        num_features: number of features A.
+        num_classes: number of classes C.
+        decay: if below 1, a batch with m samples of a class has a weight of at least
+            ``1 - decay**m`` in the statistics of that class, so that old samples fade out. 1
+            weights all samples equally, as in the paper.
     """
 
     def __init__(self, num_features: int, num_classes: int, *, decay: float = 1.0) -> None:
@@ -100,7 +100,7 @@ class Covariance(nn.Module):
     ) -> Tensor:
         """Variance of every logit margin (the exponent of Eq. 4).
 
-        ``covariance_index`` is the class whose covariance each sample uses, if not its target.
+        ``covariance_index`` is the class whose covariance each sample uses, by default its target.
 
         Shape:
             weight (C, A), target (N,), covariance_index (N,); output (N, C).
@@ -108,18 +108,18 @@ class Covariance(nn.Module):
         raise TypeError(f"{type(self).__name__} must define quadratic(weight, target)")
 
     def class_covariance(self, index: int) -> Tensor:
-        """Covariance matrix (A, A) that is used for a class, in every structure."""
+        """Covariance matrix (A, A) used for a class, whatever the structure."""
         raise TypeError(f"{type(self).__name__} must define class_covariance(index)")
 
     def class_mean(self, index: int) -> Tensor:
-        """Mean (A,) of the features of a class, for structures that keep it (full, diagonal)."""
+        """Mean (A,) of the features of a class, for structures that track it (full, diagonal)."""
         raise TypeError(f"{type(self).__name__} does not track per-class means")
 
     def grow(self, num_classes: int) -> None:
-        """Make room for more classes, which come last and start empty."""
+        """Increase the number of classes. The new ones are appended and start empty."""
         if not isinstance(num_classes, int) or num_classes < self.num_classes:
             raise ValueError(
-                f"num_classes must be >= {self.num_classes}, the present number, got {num_classes}"
+                f"num_classes must be >= {self.num_classes}, the current number, got {num_classes}"
             )
         self.num_classes = num_classes
 
@@ -127,12 +127,12 @@ class Covariance(nn.Module):
         return f"{self.num_features}, {self.num_classes}, decay={self.decay}"
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise ValueError if a checkpoint is damaged, or of another estimator or shape."""
+        """Raise ValueError if a checkpoint is damaged, or if its estimator or shapes differ."""
         expected = self.state_dict()
         found = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
         if found != expected.keys():
             raise ValueError(
-                f"checkpoint must hold {list(expected)} for {type(self).__name__}, "
+                f"checkpoint must contain {list(expected)} for {type(self).__name__}, "
                 f"got {sorted(found)}"
             )
         for name, buffer in expected.items():
@@ -153,7 +153,7 @@ class Covariance(nn.Module):
         """Register the buffers of :class:`isda.functional.Moments`.
 
         Args:
-            shape: of ``count``: (C,), or () for all classes together.
+            shape: shape of ``count``: (C,), or () for all classes combined.
             covariance: name of the third buffer.
             square: True for covariances (A, A), False for variances (A,).
         """
@@ -170,11 +170,11 @@ class Covariance(nn.Module):
             self.check_state(state_dict, prefix)
         dtypes = {name: buffer.dtype for name, buffer in self.named_buffers(recurse=False)}
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        for name, dtype in dtypes.items():  # assign=True takes the dtype of the checkpoint
+        for name, dtype in dtypes.items():  # assign=True adopts the checkpoint's dtype
             setattr(self, name, getattr(self, name).to(dtype))
 
     def _require_batch(self, features: Tensor, target: Tensor) -> None:
-        """Raise for wrong shapes and, where the host knows the values, for bad ones."""
+        """Raise for wrong shapes and, if the values can be read for free, for bad values."""
         checks.require_call(self.num_features, self.num_classes, features=features, target=target)
         if target.dim() != 1:
             raise ValueError(f"target must be class indices (N,), got {tuple(target.shape)}")
@@ -185,7 +185,7 @@ class Covariance(nn.Module):
                 raise ValueError(checks.problem_message(problem, self.num_classes, SKIP))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Covariance":
-        def keep_dtype(tensor: Tensor) -> Tensor:  # .half() and .double() move the tensor only
+        def keep_dtype(tensor: Tensor) -> Tensor:  # .half() and .double() keep the dtype
             device = fn(tensor.new_empty(0)).device
             return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
@@ -206,7 +206,7 @@ class _ClassCovariance(Covariance):
 
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
-        """See :func:`isda.functional.update_moments`, here in place."""
+        """In-place version of :func:`isda.functional.update_moments`."""
         self._require_batch(features, target)
         ops.update_(list(self.moments), features, target, self.decay)
 
@@ -226,13 +226,13 @@ class FullCovariance(_ClassCovariance):
     """One covariance matrix for each class: the paper's method on CIFAR.
 
     Args:
-        num_features: number A of features.
-        num_classes: number C of classes.
+        num_features: number of features A.
+        num_classes: number of classes C.
         decay: see :class:`Covariance`.
-        precision: of the products (W − w_c) Σ_c on CUDA, as in
+        precision: precision of the products (W − w_c) Σ_c on CUDA, as in
             ``torch.set_float32_matmul_precision``: "high" splits every float32 into two bfloat16
-            (relative error 2⁻¹⁶), "medium" rounds it to one (2⁻⁸), which is faster with many
-            classes. Sums and covariances are float32 in both, and so are the products on a CPU.
+            values (relative error 2⁻¹⁶), "medium" rounds it to one (2⁻⁸), which is faster with many
+            classes. Sums, covariances and products on a CPU are always float32.
     """
 
     covariance: Tensor
@@ -260,7 +260,7 @@ class FullCovariance(_ClassCovariance):
         if covariance_index is None:
             return ops.full_quadratic(weight.float(), target, self.covariance, self.precision)
         with torch.autocast(weight.device.type, enabled=False):
-            # a copy: autograd saves it, and the next update changes the buffer in place
+            # a copy, because autograd saves it and the next update changes the buffer in place
             return functional.full_quadratic(
                 weight.float(), target, self.covariance.clone(), covariance_index=covariance_index
             )
@@ -286,7 +286,7 @@ class FullCovariance(_ClassCovariance):
 
 
 class DiagonalCovariance(_ClassCovariance):
-    """The variances of each class only: the paper's method on ImageNet."""
+    """Only the variances of each class: the paper's method on ImageNet."""
 
     variance: Tensor
     _spread = "variance"
@@ -321,7 +321,7 @@ class SharedCovariance(Covariance):
 
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
-        """Merge a batch as if all samples were of one class."""
+        """Merge a batch as if all samples belonged to one class."""
         self._require_batch(features, target)
         state = Moments(*(buffer[None] for buffer in self.buffers(recurse=False)))
         with torch.autocast(features.device.type, enabled=False):
@@ -334,7 +334,7 @@ class SharedCovariance(Covariance):
     def quadratic(
         self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
     ) -> Tensor:
-        """See :func:`isda.functional.shared_quadratic`; the index makes no difference."""
+        """See :func:`isda.functional.shared_quadratic`; the index has no effect."""
         with torch.autocast(weight.device.type, enabled=False):  # a copy: see FullCovariance
             return functional.shared_quadratic(weight.float(), target, self.covariance.clone())
 
@@ -351,7 +351,7 @@ class IdentityCovariance(Covariance):
     def quadratic(
         self, weight: Tensor, target: Tensor, covariance_index: Tensor | None = None
     ) -> Tensor:
-        """See :func:`isda.functional.identity_quadratic`; the index makes no difference."""
+        """See :func:`isda.functional.identity_quadratic`; the index has no effect."""
         with torch.autocast(weight.device.type, enabled=False):
             return functional.identity_quadratic(weight.float(), target)
 

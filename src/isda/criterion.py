@@ -1,4 +1,4 @@
-"""What ISDALoss and ISDABCEWithLogitsLoss share: statistics, ramp of λ, ranks and state."""
+"""Base class of ISDALoss and ISDABCEWithLogitsLoss: statistics, ramp of λ, ranks and state."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Ramp = Literal["linear", "constant"]
 
 
 class Criterion(nn.Module):
-    """A loss with an estimator of covariances and a strength λ that grows with the steps."""
+    """A loss with a covariance estimator and a strength λ that grows with the step count."""
 
     estimator: Estimator
     weight: Tensor | None
@@ -65,24 +65,24 @@ class Criterion(nn.Module):
 
     @property
     def total_steps(self) -> int | None:
-        """Number T of steps of the whole training; can be set before the first step."""
+        """Total number of training steps T; can be set before the first step."""
         return self._total_steps
 
     @total_steps.setter
     def total_steps(self, total_steps: int | None) -> None:
         checks.require_total_steps(total_steps)
         self._total_steps = None if total_steps is None else int(total_steps)
-        self._last_step = math.inf if total_steps is None else int(total_steps)  # warns after it
+        self._last_step = math.inf if total_steps is None else int(total_steps)  # later steps warn
 
     @property
     def strength(self) -> float:
-        """λ of the next step by the criterion's own step count (synchronises with a GPU)."""
+        """λ of the next step, from the criterion's step count (synchronises with the GPU)."""
         if self.ramp == "constant":
             return self.lambda_0
         return self.lambda_0 * min(int(self.step) / self._require_total_steps(), 1.0)
 
     def grow(self, num_classes: int) -> None:
-        """Make room for more classes, which come last; the statistics so far are kept.
+        """Increase the number of classes. New ones are appended; existing statistics are kept.
 
         Args:
             num_classes: new number of classes.
@@ -95,14 +95,14 @@ class Criterion(nn.Module):
         self.num_classes = num_classes
 
     def refuse(self) -> None:
-        """Make the other ranks raise as well, instead of waiting for the batch of this one."""
+        """Make the other ranks raise too, instead of waiting for the batch of this rank."""
         if self.synchronize and not torch.compiler.is_compiling():
             distributed.agree(0, checks.REFUSED, self.process_group)
 
     def extra_repr(self) -> str:
         weight = None if self.weight is None else f"tensor of shape ({self.num_classes},)"
         group = self.process_group and dist.get_process_group_ranks(self.process_group)
-        # a module is shown as a child
+        # modules are shown as children
         other = "" if isinstance(self.estimator, nn.Module) else f"covariance={self.estimator!r}, "
         return (
             f"{self.num_features}, {self.num_classes}, lambda_0={self.lambda_0}, "
@@ -112,10 +112,10 @@ class Criterion(nn.Module):
         )
 
     def _require_call(self, exchange: bool, **arguments: Any) -> None:
-        """Raise for arguments of a wrong type, device, dtype or shape.
+        """Raise for arguments of the wrong type, device, dtype or shape.
 
         Args:
-            exchange: whether the other ranks wait for this one, so that they must raise as well.
+            exchange: whether the other ranks wait for this one, and must therefore raise too.
             arguments: see :func:`isda.checks.require_call`.
         """
         try:
@@ -139,25 +139,25 @@ class Criterion(nn.Module):
             raise
 
     def _strength_at(self, step: Tensor, progress: float | Tensor | None) -> Tensor:
-        """λ at a progress t/T, or at a step if the progress is None."""
+        """λ at progress t/T, or at the given step if progress is None."""
         device = self.step.device
         if self.ramp == "constant":
             progress = 1.0
         if progress is None:
             progress = (step / self._require_total_steps()).clamp(max=1)
-        elif not isinstance(progress, Tensor):  # unlike a copy, full can be captured in a graph
+        elif not isinstance(progress, Tensor):  # full works in a CUDA graph, unlike a copy
             progress = torch.full((), progress, dtype=torch.float64, device=device)
         return functional.ramped_strength(self.lambda_0, progress.to(device).reshape(()))
 
     def _warn_of_steps(self) -> None:
-        """Warn once that there were more steps than ``total_steps``."""
+        """Warn once that the step count exceeds ``total_steps``."""
         self._last_step = math.inf
         checks.warn(
             f"the criterion has counted {int(self.step)} steps, more than "
-            f"total_steps={self._total_steps}, so that λ stays at lambda_0. Every call in training "
-            "mode is a step: include all of them in total_steps, call it with update=False in "
-            "further passes of one training step (SAM, line searches, adversarial examples), and "
-            "restore its state after a learning-rate finder"
+            f"total_steps={self._total_steps}, so λ stays at lambda_0. Every call in training mode "
+            "counts as a step: include all of them in total_steps, pass update=False in additional "
+            "passes of the same training step (SAM, line searches, adversarial examples), and "
+            "restore the criterion's state after running a learning-rate finder"
         )
 
     def _require_total_steps(self) -> int:
@@ -182,7 +182,7 @@ class Criterion(nn.Module):
 def _create_estimator(
     covariance: str | Estimator, num_features: int, num_classes: int, decay: float
 ) -> Estimator:
-    """Create the estimator that ``covariance`` names, or check the one that is passed."""
+    """Create the estimator named by ``covariance``, or check the one that is passed."""
     if isinstance(covariance, str) and covariance in COVARIANCES:
         size = 4 * num_classes * num_features**2 / 2**30
         if covariance == "full" and size > 1:
@@ -197,12 +197,12 @@ def _create_estimator(
             f"quadratic, got {covariance!r}"
         )
     if decay != 1.0:
-        raise ValueError(f"decay={decay} must be set on the estimator that is passed")
+        raise ValueError(f"decay={decay} must be set on the estimator, not passed to the criterion")
     if isinstance(covariance, Covariance):
         found = (covariance.num_features, covariance.num_classes)
         if found != (num_features, num_classes):
             raise ValueError(
-                f"covariance must be for num_features={num_features} and "
+                f"covariance must have num_features={num_features} and "
                 f"num_classes={num_classes}, got {covariance}"
             )
     return covariance

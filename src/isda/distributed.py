@@ -1,8 +1,8 @@
-"""The only file with collectives: every rank sees the features of all ranks.
+"""The only file with collectives: every rank receives the features of all ranks.
 
-Gathering features and targets (0.3 MiB a step for 128 samples of 640 features) is cheap compared to
-merging statistics (156 MiB), and keeps the estimator of every rank equal to that of one process.
-:class:`ShardedCovariance` divides the covariances of many classes among the ranks.
+Gathering features and targets (0.3 MiB per step for 128 samples of 640 features) is cheap compared
+to merging statistics (156 MiB), and keeps the estimator of every rank equal to that of a single
+process. :class:`ShardedCovariance` shards the covariances of many classes across the ranks.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -46,7 +46,7 @@ def rank(group: dist.ProcessGroup | None) -> int:
 
 
 def agree(size: int, problem: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Largest batch size and largest problem number of all ranks, known to each host.
+    """Largest batch size and largest problem code over all ranks, known to each host.
 
     The exchange runs between the hosts, so that no rank waits for its device.
     """
@@ -66,10 +66,10 @@ def gather_batch(
     """Features and targets of all ranks, in the order of the ranks.
 
     Args:
-        features: of this rank.
-        target: of this rank.
-        group: the ranks that train one model.
-        size: largest batch of all ranks; smaller ones are padded with samples to be skipped.
+        features: features of this rank.
+        target: targets of this rank.
+        group: the ranks that train the model.
+        size: largest batch size over all ranks; smaller batches are padded with skipped samples.
 
     Shape:
         features (N, A), target (N,); outputs (world * size, A) and (world * size,).
@@ -89,7 +89,7 @@ def gather_target(target: Tensor, group: dist.ProcessGroup | None, *, size: int)
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Sum of a tensor over all ranks, in place."""
+    """Sum a tensor over all ranks, in place."""
     if world_size(group) > 1:
         dist.all_reduce(tensor, group=group)
     return tensor
@@ -99,23 +99,23 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
 def broadcast(
     tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, *, source: int = 0
 ) -> None:
-    """Copy the tensors of one rank to all others, in place."""
+    """Broadcast the tensors of one rank to all others, in place."""
     if world_size(group) > 1:
         for tensor in tensors:
-            dense = tensor.contiguous()  # NCCL refuses padded rows
+            dense = tensor.contiguous()  # NCCL does not accept padded rows
             dist.broadcast(dense, group=group, group_src=source)
             if dense is not tensor:
                 tensor.copy_(dense)
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
-    """The whole of a parameter that FSDP2 has sharded; any other tensor as it is.
+    """The full tensor of a parameter sharded by FSDP2; any other tensor is returned unchanged.
 
-    Every rank adds its own gradient, and the shards receive the average, as FSDP2 does it.
+    Each rank contributes its gradient, and the shards receive the average, as in FSDP2.
     """
     if not is_sharded(parameter):
         return parameter
-    from torch.distributed.tensor import DTensor, Partial  # takes a second unless it is in use
+    from torch.distributed.tensor import DTensor, Partial  # takes a second unless already imported
 
     assert isinstance(parameter, DTensor)
     average = [Partial("avg")] * parameter.device_mesh.ndim
@@ -123,31 +123,31 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, as parameters of FSDP2 are outside of a forward pass."""
+    """Whether a tensor is a DTensor, as FSDP2 parameters are outside the forward pass."""
     return hasattr(tensor, "device_mesh")
 
 
 class ShardedCovariance(FullCovariance):
-    """One covariance matrix for each class, each held by one rank only.
+    """One covariance matrix for each class, sharded across the ranks.
 
-    With C = 1000 classes and A = 2048 features the covariances take 15.6 GiB; on each of 8 ranks, 2
-    GiB. Rank r holds a block of consecutive classes, ``[first_class, first_class + len(count))``.
-    The blocks of the first ``C % world`` ranks have one class more; with more ranks than classes
-    the last ranks hold none. Loss, statistics and averaged gradients (as by
-    DistributedDataParallel) equal those of :class:`FullCovariance`; the gradient of a single rank
-    does not, because each rank computes the part of its own classes for the samples of all ranks.
-    Without an initialised process group this is a :class:`FullCovariance`.
+    With C = 1000 classes and A = 2048 features, the covariances take 15.6 GiB; on 8 ranks, 2 GiB
+    each. Rank r holds a block of consecutive classes, ``[first_class, first_class + len(count))``.
+    The first ``C % world`` ranks hold one class more than the others; with more ranks than classes,
+    the last ranks hold none. The loss, the statistics and the averaged gradients (as in
+    DistributedDataParallel) equal those of :class:`FullCovariance`; the gradients of a single rank
+    do not, because each rank computes the contribution of its classes for the samples of all ranks.
+    Without an initialised process group, this is a :class:`FullCovariance`.
 
-    Every rank must take part in each call and in its backward pass. A checkpoint belongs to one
-    rank and one number of ranks: each rank saves and loads its own file and refuses another's.
-    ``torch.compile`` breaks the graph at the collectives.
+    Every rank must take part in each call and its backward pass. A checkpoint is only valid for the
+    same rank and number of ranks: each rank saves and loads its own file. ``torch.compile`` breaks
+    the graph at the collectives.
 
     Args:
-        num_features: number A of features.
-        num_classes: number C of classes of all ranks together.
+        num_features: number of features A.
+        num_classes: total number of classes C over all ranks.
         decay: see :class:`Covariance`.
         precision: see :class:`FullCovariance`.
-        process_group: the ranks that train one model, as in :class:`isda.ISDALoss`; None for all.
+        process_group: the ranks that train the model, as in :class:`isda.ISDALoss`; None for all.
 
     Example:
         >>> covariance = isda.ShardedCovariance(num_features=8, num_classes=3)
@@ -182,7 +182,7 @@ class ShardedCovariance(FullCovariance):
 
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
-        """Merge a batch into the statistics of the classes held here.
+        """Merge a batch into the statistics of the classes of this rank.
 
         Every rank must pass the samples of all ranks, as :class:`isda.ISDALoss` does.
         """
@@ -197,28 +197,28 @@ class ShardedCovariance(FullCovariance):
         if self.world_size == 1:
             return super().quadratic(weight, target, covariance_index)
         if covariance_index is not None:
-            raise ValueError("covariance_index is not supported by a ShardedCovariance")
+            raise ValueError("covariance_index is not supported by ShardedCovariance")
         rows: Tensor = self._uncompiled(self, weight, target)
         return rows
 
     def class_mean(self, index: int) -> Tensor:
-        """Mean of a class. Every rank must call it with the same index."""
+        """Mean of a class. Must be called with the same index on every rank."""
         return self._from_owner(self.mean, index).float()
 
     def class_covariance(self, index: int) -> Tensor:
-        """Covariance matrix of a class. Every rank must call it with the same index."""
+        """Covariance matrix of a class. Must be called with the same index on every rank."""
         return self._from_owner(self.covariance, index)
 
     def grow(self, num_classes: int) -> None:
         if self.world_size > 1:
-            raise ValueError("grow is not supported by a ShardedCovariance on several ranks")
+            raise ValueError("grow is not supported by ShardedCovariance on several ranks")
         super().grow(num_classes)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._place()}"
 
     def check_ranks(self, synchronize: bool, process_group: dist.ProcessGroup | None) -> None:
-        """Raise ValueError if a criterion does not pass the samples of the same ranks."""
+        """Raise ValueError if a criterion does not gather the samples of the same ranks."""
         if self.world_size == 1:
             return
         if not synchronize:
@@ -227,18 +227,18 @@ class ShardedCovariance(FullCovariance):
         ranks = [dist.get_process_group_ranks(group) for group in groups]
         if ranks[0] != ranks[1]:
             raise ValueError(
-                f"process_group must have the ranks of the {type(self).__name__}, {ranks[1]}, "
+                f"process_group must match that of the {type(self).__name__}, ranks {ranks[1]}, "
                 f"got {ranks[0]}"
             )
 
     def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """Raise ValueError if a checkpoint is of other classes or another estimator."""
+        """Raise ValueError if a checkpoint belongs to other classes or another estimator."""
         if self.world_size > 1 and prefix + "classes" in state:
             found = state[prefix + "classes"].tolist()
             if found != list(range(self.first_class, self.first_class + len(self.count))):
                 raise ValueError(
                     f"{prefix}classes must be those of {self._place()}, got {found}: each rank "
-                    "loads what it saved, with the same number of ranks"
+                    "must load the file that it saved, with the same number of ranks"
                 )
         super().check_state(state, prefix)
 
@@ -248,17 +248,17 @@ class ShardedCovariance(FullCovariance):
         index = self._local(gather_target(target, self.process_group, size=size))
         weight = weight.float()
         if len(self.count):
-            # the classes held here become the first ones
+            # move the classes of this rank to the front
             rolled = weight.roll(-self.first_class, 0)
             rows = ops.full_quadratic(rolled, index, self.covariance, self.precision)
             rows = rows.roll(self.first_class, 1)
-        else:  # 0, but with a gradient, because all ranks must run the backward pass
+        else:  # zeros with a gradient, because all ranks must run the backward pass
             rows = weight[:0].sum().expand(len(index), len(weight))
         local: Tensor = _ScatterSum.apply(rows, self.process_group)
         return local[: len(target)]
 
     def _local(self, target: Tensor) -> Tensor:
-        """Class indices counted from the first class held here, negative for all others."""
+        """Class indices relative to the first class of this rank, negative for other ranks."""
         local = target - self.first_class
         return torch.where((local >= 0) & (local < len(self.count)), local, SKIP)
 
@@ -284,9 +284,9 @@ class ShardedCovariance(FullCovariance):
 
 
 class _ScatterSum(torch.autograd.Function):
-    """Sum over ranks of rows for the samples of all ranks (world * size, C): local rows (size, C).
+    """Reduce-scatter: sum rows (world * size, C) over the ranks and keep the local (size, C).
 
-    In the backward pass every rank gets the gradients of all ranks' samples.
+    In the backward pass, every rank receives the gradients of the samples of all ranks.
     """
 
     @staticmethod
@@ -305,7 +305,7 @@ class _ScatterSum(torch.autograd.Function):
 
 
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group itself if it works between hosts, else a gloo group of the same ranks."""
+    """The group itself if it supports CPU tensors, else a gloo group of the same ranks."""
     if torch.device("cpu") in group._device_types:
         return group
     if group not in _host_groups:

@@ -1,4 +1,4 @@
-"""The final linear layer of a model: found automatically, or given as a layer or by its name."""
+"""The final linear layer of a model: found automatically, or specified as a layer or by name."""
 
 import inspect
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ Head: TypeAlias = nn.Module | str
 """A layer of the model, or its name as in ``model.named_modules()``."""
 
 LinearLayer: TypeAlias = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-"""Layers that can be attached to; convolutions if they are 1×1."""
+"""Layers that a criterion can be attached to; convolutions only if they are 1×1."""
 
 _KINDS = "an nn.Linear or a 1×1 convolution (stride 1, no padding, one group)"
 
 
 def find_head(model: nn.Module) -> LinearLayer:
-    """Final layer of a model: timm's ``get_classifier()``, else the last linear layer.
+    """Final layer of a model: timm's ``get_classifier()``, or else the last linear layer.
 
-    Linear layers are ``nn.Linear`` and 1×1 convolutions. A second one of the same kind with as many
-    outputs, such as an auxiliary classifier, makes the answer ambiguous and raises.
+    Linear layers are ``nn.Linear`` and 1×1 convolutions. A second layer of the same kind with the
+    same number of outputs, such as an auxiliary classifier, is ambiguous and raises an error.
     """
     inner = _unwrap(model)
     if callable(getattr(inner, "get_classifier", None)):
@@ -53,7 +53,7 @@ def find_head(model: nn.Module) -> LinearLayer:
     if not linear:
         raise ValueError(
             f"model must end in a linear layer, {_KINDS}; found none in {type(inner).__name__}"
-            f"{wide}; the call is attach(model, criterion)"
+            f"{wide}; the order of the arguments is attach(model, criterion)"
         )
     last = list(linear.values())[-1]
     _require_no_adapter(inner, last)
@@ -77,30 +77,30 @@ def find_head(model: nn.Module) -> LinearLayer:
 
 
 def require_heads(model: nn.Module, head: Head | Sequence[Head] | None) -> tuple[LinearLayer, ...]:
-    """The layers meant by ``head=``: one, or several whose outputs are summed."""
+    """The layers specified by ``head=``: one, or several whose outputs are summed."""
     if head is None:
         given: Sequence[Head] = [find_head(model)]
     else:
         given = head if isinstance(head, list | tuple) else [head]  # type: ignore[list-item]
     heads = tuple(_require_head(model, each) for each in given)
     if not heads or len({*map(id, heads)}) < len(heads):
-        raise ValueError(f"head must name one or more different layers, got {head!r}")
+        raise ValueError(f"head must specify one or more distinct layers, got {head!r}")
     if len({_num_outputs(each) for each in heads}) > 1 or len({*map(type, heads)}) > 1:
         raise ValueError(
-            "the layers of head are summed, so they must be of one type and have the same number "
-            f"of outputs, got {', '.join(map(str, heads))}"
+            "the outputs of the head layers are summed, so the layers must be of the same type and "
+            f"have the same number of outputs, got {', '.join(map(str, heads))}"
         )
     return heads
 
 
 def require_model(model: Any) -> None:
-    """Raise ValueError if a criterion cannot be attached to it."""
+    """Raise ValueError if a criterion cannot be attached to the model."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
-            "model must be a Python module, got the output of torch.jit.script or trace, "
-            "which does not support hooks: attach to the original model"
+            "model must be a Python module, got the output of torch.jit.script or "
+            "torch.jit.trace, which does not support hooks: attach to the original model"
         )
 
 
@@ -108,8 +108,8 @@ def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
     """Raise ValueError for a loss that cannot be called with the features and weight of a layer."""
     if isinstance(criterion, type) or not callable(criterion):
         raise ValueError(
-            f"criterion must be a loss module, not its class, got {criterion!r}; options such as "
-            "lambda_0= are passed by name"
+            f"criterion must be a loss module, not a class, got {criterion!r}; pass options such "
+            "as lambda_0= by keyword"
         )
     try:
         call = inspect.signature(criterion.forward)
@@ -123,12 +123,12 @@ def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
                 "use isda.ISDABCEWithLogitsLoss(num_features, num_classes) for multi-label targets"
             )
         elif isinstance(criterion, nn.Module) and _is_linear(criterion):
-            fix = "pass a layer as head="
+            fix = "pass the layer as head="
         else:
-            fix = "a loss of logits alone cannot be attached"
+            fix = "a loss that takes only logits cannot be attached"
         raise ValueError(
-            "criterion must be called as criterion(features, weight, target, bias=, logits=), "
-            f"which {name} is not: {fix}"
+            "criterion must support the call criterion(features, weight, target, bias=, logits=), "
+            f"which {name} does not: {fix}"
         ) from None
     built_in = isinstance(criterion, Criterion) and type(criterion).forward.__module__.startswith(
         "isda."
@@ -138,12 +138,12 @@ def require_criterion(criterion: Any, heads: Sequence[LinearLayer]) -> None:
         raise ValueError(
             f"criterion must be for {features} features and {classes} classes, like the attached "
             f"layer, got {type(criterion).__name__} for {criterion.num_features} and "
-            f"{criterion.num_classes}; after new classes, call grow() first"
+            f"{criterion.num_classes}; after adding classes, call its grow() first"
         )
 
 
 def sizes(heads: Sequence[LinearLayer]) -> tuple[int, int]:
-    """Number of features of all layers together, and number of classes."""
+    """Total number of features of all layers, and number of classes."""
     return sum(map(_num_inputs, heads)), _num_outputs(heads[0])
 
 
@@ -168,25 +168,26 @@ def _require_head(model: nn.Module, head: Head) -> LinearLayer:
     _require_no_adapter(model, layer)
     if isinstance(layer.weight, UninitializedParameter) or layer.weight.is_meta:
         raise ValueError(
-            f"head must have a weight with values, got {layer}: before attach, run one batch "
-            "through a lazy model, or initialise a model on the meta device after to_empty()"
+            f"head must have an initialised weight, got {layer}: before attach, run one batch "
+            "through a lazy model, or call to_empty() on a model on the meta device and "
+            "initialise it"
         )
     return layer
 
 
 def _require_no_adapter(model: nn.Module, layer: nn.Module) -> None:
-    """Raise ValueError for a part of a layer that peft has adapted."""
+    """Raise ValueError if a layer is part of one that peft has adapted."""
     for adapted in model.modules():
         if hasattr(adapted, "base_layer") and any(part is layer for part in adapted.modules()):
             raise ValueError(
                 f"head must not be part of an adapter such as LoRA, got {layer}: its output is "
-                "only a part of the logits. Train the whole layer instead, in peft by naming it in "
+                "only a part of the logits. Train the whole layer instead; with peft, list it in "
                 "modules_to_save"
             )
 
 
 def _unwrap(model: nn.Module) -> Any:
-    """The model itself behind DistributedDataParallel and ``torch.compile``."""
+    """The model inside the wrappers of DistributedDataParallel and ``torch.compile``."""
     inner: Any = model
     while isinstance(inner, nn.Module):
         wrapped = inner._modules.get("_orig_mod", inner._modules.get("module"))

@@ -11,37 +11,36 @@ __all__ = ["Capture"]
 
 _MISSING = {
     "never": (
-        "the layer has made no forward pass since attach. Compute the logits with the attached "
-        "model itself: not with a copy of it, not by calling a compiled model that ran before "
-        "attach, and not by a function of the layer's weight. If the layer was replaced after "
-        "attach, attach again"
+        "the layer has run no forward pass since attach. Compute the logits with the attached "
+        "model itself, not with a copy of it, a compiled model that ran before attach, or a "
+        "function of the layer's weight. If the layer was replaced after attach, call attach again"
     ),
     "used": (
-        "its last pass was used already, and each call of the criterion needs a pass of its own. "
+        "its last pass has already been used, and each call of the criterion needs a new pass. "
         "For mixup, pass class probabilities in one call; for a metric, use F.cross_entropy; for "
-        "another loss of the same pass, attach a second criterion. If the layer was replaced after "
-        "attach, attach again. Logits of a copy of the model do not count; to evaluate a copy, "
-        "call criterion.eval() first"
+        "another loss on the same pass, attach a second criterion. If the layer was replaced after "
+        "attach, call attach again. Logits from a copy of the model cannot be used; to evaluate a "
+        "copy, call criterion.eval() first"
     ),
     "eval": (
-        "its last pass was in eval mode. Call model.train() before the pass, not after it, and the "
-        "criterion before any pass in eval mode"
+        "its last pass was in eval mode. Call model.train() before the pass, not after it, and "
+        "call the criterion before any pass in eval mode"
     ),
     "removed": "remove() was called, so nothing is captured any more. Attach a new criterion",
 }
 
 
 class Capture:
-    """Forward pre-hook that keeps what a layer got until the criterion takes it."""
+    """Forward pre-hook that keeps the input of a layer until the criterion takes it."""
 
     def __init__(self) -> None:
         self.features: Tensor | None = None
-        # weight and bias in this pass, which torch.func.functional_call may have exchanged; None
-        # if a parametrization computes the weight
+        # weight and bias in this pass, which torch.func.functional_call may have replaced; None if
+        # a parametrization computes the weight
         self.parameters: tuple[Tensor, Tensor | None] | None = None
         self.missing = "never"  # why there are no features
         self.has_tokens = False  # whether the last input had more than two dimensions
-        self.is_new = False  # whether there was a pass, in any mode, since the last loss
+        self.is_new = False  # whether the layer has run, in any mode, since the last loss
 
     def __call__(
         self, module: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor] | None = None
@@ -50,8 +49,8 @@ class Capture:
             return  # gradient checkpointing recomputes the forward pass
         if getattr(module, "_is_replica", False):
             raise ValueError(
-                "an attached model cannot run in nn.DataParallel, whose copies hold parts of a "
-                "batch: use DistributedDataParallel, or a single device"
+                "an attached model cannot run in nn.DataParallel, whose replicas each process part "
+                "of a batch: use DistributedDataParallel or a single device"
             )
         features = (*inputs, *(named or {}).values())[0]
         self.has_tokens, self.is_new = features.dim() > 2, True
@@ -63,7 +62,7 @@ class Capture:
                 "the input of the attached layer must be a plain tensor, got a DTensor: gather "
                 "it before the layer (tensor parallelism is not supported)"
             )
-        self.features, self.missing = features, "used"  # the reason once they are taken
+        self.features, self.missing = features, "used"  # the reason after they are taken
         weight = module._parameters.get("weight")
         self.parameters = None if weight is None else (weight, module._parameters["bias"])
 
@@ -77,11 +76,11 @@ class Capture:
         )
 
     def remove(self) -> None:
-        """Forget the input, because the hook was removed."""
+        """Discard the input after the hook was removed."""
         self.features, self.parameters, self.missing = None, None, "removed"
 
     @property
-    def __name__(self) -> str:  # torch.jit.script asks for it first
+    def __name__(self) -> str:  # torch.jit.script reads it first
         raise AttributeError(
             "a model with an attached criterion cannot be compiled by torch.jit.script: call "
             "criterion.remove() first, or use torch.compile"

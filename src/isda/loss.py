@@ -1,4 +1,4 @@
-"""ISDALoss: Algorithm 1 as a module with state."""
+"""ISDALoss: Algorithm 1 as a stateful module."""
 
 import math
 from typing import Any, NamedTuple
@@ -23,36 +23,37 @@ class ISDALoss(Criterion):
     r"""Cross entropy under infinite semantic augmentation of the features (Eq. 4, Algorithm 1).
 
     Every call in training mode merges the batch into the statistics of its classes and returns
-    :func:`isda.functional.isda_cross_entropy` at the strength λ = λ₀ · progress. In eval mode it is
-    ordinary cross entropy and changes nothing. In the statistics, a sample with class probabilities
-    counts for its most probable class. All state is buffers.
+    :func:`isda.functional.isda_cross_entropy` at strength λ = λ₀ · progress. In eval mode, it
+    returns ordinary cross entropy and does not change its state. In the statistics, a sample with
+    class probabilities is assigned to its most probable class. All state is stored in buffers.
 
     With an initialised process group, the features of all ranks are gathered, so the statistics
-    equal those of one process. The mean is taken over the samples of all ranks (a rank returns
-    ``world_size * sum / number of all samples``), so the gradients that DistributedDataParallel
-    averages equal those of one process for uneven batches, too. Keep the criterion outside the DDP
-    module. Under ``torch.compile`` all ranks must have batches of the same size.
+    equal those of a single process. The mean is taken over the samples of all ranks (each rank
+    returns ``world_size * sum / number of all samples``), so the gradients averaged by
+    DistributedDataParallel equal those of a single process even if the batches are uneven. Keep the
+    criterion outside the DDP module. Under ``torch.compile``, all ranks must have batches of the
+    same size.
 
     Args:
-        num_features: number A of features, the head's ``in_features``.
-        num_classes: number C of classes, the head's ``out_features``.
+        num_features: number of features A, the head's ``in_features``.
+        num_classes: number of classes C, the head's ``out_features``.
         lambda_0: final strength λ₀ of the augmentation.
-        total_steps: number T of steps of the whole training; not needed if every call passes
-            ``progress``, or with ``ramp="constant"``. If it is known only later, set the attribute
+        total_steps: total number of training steps T; not needed if every call passes
+            ``progress``, or with ``ramp="constant"``. If it is not known yet, set the attribute
             before the first step.
         covariance: "full", "diagonal", "shared", "identity", or an :class:`isda.Estimator`.
         decay: weight of old samples, see :class:`isda.Covariance`.
         ramp: "linear" for λ = λ₀ t/T, "constant" for λ = λ₀.
         weight: weight of each class, as in ``nn.CrossEntropyLoss``.
         label_smoothing: as in ``nn.CrossEntropyLoss``. A sample with a class index is augmented
-            with the covariance of that class; with class probabilities, every label uses its own.
-        ignore_index: class index of samples that count neither in the loss nor in the statistics.
+            with the covariance of that class; with class probabilities, each label uses its own.
+        ignore_index: class index of samples to exclude from the loss and the statistics.
         reduction: "mean", "sum" or "none".
-        max_shift: largest shift (λ/2) q of a logit, see :func:`isda.functional.limit_shift`; None
+        max_shift: maximum shift (λ/2) q of a logit, see :func:`isda.functional.limit_shift`; None
             for no limit, as in the paper.
         frozen: use the statistics without updating them; can be changed at any time.
         synchronize: gather the features of all ranks; False if each rank trains its own model.
-        process_group: the ranks that train one model; None for all.
+        process_group: the ranks that train the model together; None for all.
 
     Shape:
         features (N, A) or (N, A, ...), weight (C, A), target (N,) or (N, ...) class indices, or (N,
@@ -129,18 +130,17 @@ class ISDALoss(Criterion):
 
         Args:
             features: input of the final linear layer.
-            weight: of the final linear layer.
+            weight: weight of the final linear layer.
             target: class indices or class probabilities.
-            bias: of the final linear layer.
-            logits: output of the final linear layer, if it has been computed already. Margins and
-                shifts of the mean are added here.
-            progress: t/T in [0, 1], a number or a tensor, instead of the criterion's own step
-                count.
-            covariance_index: class whose covariance each sample is augmented with, if not that of
-                its target, such as a pseudo-label. With class probabilities it is used for every
-                label.
-            update: False to leave the statistics and the step count as they are, for a second loss
-                in the same training step; λ is that of the last counted step.
+            bias: bias of the final linear layer.
+            logits: output of the final linear layer, if already computed. Margins and shifts of the
+                mean can be added to it.
+            progress: training progress t/T in [0, 1], a number or a tensor, to use instead of the
+                criterion's step count.
+            covariance_index: class whose covariance augments each sample, by default its target;
+                for example a pseudo-label. With class probabilities, it is used for every label.
+            update: False to leave the statistics and the step count unchanged, for a second loss in
+                the same training step; λ is that of the last counted step.
         """
         self._require_call(
             self.training,
@@ -181,7 +181,7 @@ class ISDALoss(Criterion):
                 self.problem, self.overflow, loss.detach(), quadratic.detach(), strength.detach()
             )
         if checks.known_on_host(loss):
-            # on several ranks all raise together, in the next _gather
+            # with several ranks, all raise together in the next _gather
             if self.problem and (batch.world_size == 1 or self.problem != OVERFLOW):
                 self.check()
             if self.step > self._last_step:
@@ -190,7 +190,7 @@ class ISDALoss(Criterion):
 
     @torch.no_grad()
     def update(self, features: Tensor, target: Tensor) -> None:
-        """Merge the samples of all ranks into the statistics, frozen or not; count no step.
+        """Merge the samples of all ranks into the statistics, even if frozen. Counts no step.
 
         Args:
             features: input of the final linear layer.
@@ -219,13 +219,13 @@ class ISDALoss(Criterion):
         )
 
     def check(self) -> None:
-        """Raise any error that was deferred since the last check (synchronises with a GPU).
+        """Raise any error deferred since the last check (synchronises with the GPU).
 
-        Warns if there were more steps than ``total_steps``.
+        Warns if the step count exceeds ``total_steps``.
 
         Raises:
-            ValueError: a batch with bad features or a bad target, which was left out.
-            FloatingPointError: a loss that is not finite.
+            ValueError: if a batch had bad features or a bad target and was left out.
+            FloatingPointError: if a loss was not finite.
         """
         if self.step > self._last_step:
             self._warn_of_steps()
@@ -251,7 +251,7 @@ class ISDALoss(Criterion):
     def _gather(
         self, features: Tensor, target: Tensor, covariance_index: Tensor | None, learn: bool
     ) -> "_Batch":
-        """Samples of all ranks; the class indices of bad ones are negative codes of ``checks``."""
+        """Samples of all ranks; bad ones have a negative code of ``checks`` as class index."""
         if target.is_floating_point():
             index = ops.screen(features, target.argmax(1), self.num_classes, SKIP)
             valid = target.isfinite().all(1) & (target.sum(1) != 0)
@@ -266,7 +266,7 @@ class ISDALoss(Criterion):
         world_size = distributed.world_size(group) if self.synchronize else 1
         if world_size == 1:
             return _Batch(features, index, slice(None), 1)
-        number = size = len(index)  # size becomes that of the largest batch
+        number = size = len(index)  # size becomes the largest batch size
         if not torch.compiler.is_compiling():
             # the loss of one rank may have been infinite in the last step
             problem = int(self.problem) if index.device.type == "cpu" else 0
@@ -286,7 +286,7 @@ class ISDALoss(Criterion):
     def _count_step(
         self, batch: "_Batch", target: Tensor, progress: float | Tensor | None, update: bool
     ) -> tuple["_Batch", Tensor, Tensor]:
-        """The batch, the factor of the summed losses, and λ. A bad batch is skipped as a whole."""
+        """The batch, the factor for the sum of losses, and λ. A bad batch is skipped entirely."""
         if self.ramp == "constant":
             progress = 1.0
         if progress is None and self._total_steps is None:
@@ -314,7 +314,7 @@ class ISDALoss(Criterion):
     def _merge(self, batch: "_Batch") -> None:
         """Merge the batch into the statistics."""
         features = batch.features
-        if type(self.estimator) not in _BUILT_IN:  # another one may multiply NaN by 0
+        if type(self.estimator) not in _BUILT_IN:  # a custom one may multiply NaN by 0
             features = torch.where(batch.index[:, None] < 0, 0.0, features)
         self.estimator.update(features, batch.index)
 
@@ -328,8 +328,8 @@ class ISDALoss(Criterion):
     ) -> Tensor:
         """Update the statistics, and return the variance of every logit margin of this rank.
 
-        It has a row for each sample; for class probabilities, a row for each label, or with
-        ``covariance_index`` for each sample and label.
+        The result has one row per sample. For class probabilities, it has one row per label, or per
+        sample and label with ``covariance_index``.
         """
         soft, index = target.is_floating_point(), batch.index[batch.local]
         estimator: Any = self.estimator  # the protocol does not require covariance_index
@@ -359,7 +359,7 @@ class ISDALoss(Criterion):
 class _Batch(NamedTuple):
     """Samples of all ranks."""
 
-    features: Tensor  # (M, A); of this rank alone if no statistics are updated
-    index: Tensor  # type: ignore[assignment]  # (M,) classes, negative for samples to be skipped
+    features: Tensor  # (M, A); only of this rank if no statistics are updated
+    index: Tensor  # type: ignore[assignment]  # (M,) classes, negative for skipped samples
     local: slice  # the samples of this rank
     world_size: int

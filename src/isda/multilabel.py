@@ -20,22 +20,22 @@ __all__ = ["ISDABCEWithLogitsLoss"]
 class ISDABCEWithLogitsLoss(Criterion):
     r"""Binary cross entropy under infinite semantic augmentation, for multi-label targets.
 
-    A sample with the set of labels P is augmented with the mean covariance of its own classes, Σ =
+    A sample with the set of labels P is augmented with the mean covariance of its classes, Σ =
     (1/|P|) Σ_{c ∈ P} Σ_c; a sample without labels is not augmented. The loss is the upper bound
-    :func:`isda.functional.isda_binary_cross_entropy` at the strength λ = λ₀ · progress. In the
-    statistics, a sample counts once for each of its labels. In eval mode this is
+    :func:`isda.functional.isda_binary_cross_entropy` at strength λ = λ₀ · progress. In the
+    statistics, a sample counts once for each of its labels. In eval mode, this is
     ``nn.BCEWithLogitsLoss``.
 
-    Every call reads the labels on the host. It therefore synchronises with a GPU, breaks the graph
-    of ``torch.compile``, and raises immediately for bad values. Several ranks are handled as in
-    :class:`isda.ISDALoss`.
+    Every call reads the labels on the host. It therefore synchronises with the GPU, causes a graph
+    break under ``torch.compile``, and raises immediately for bad values. Distributed training works
+    as in :class:`isda.ISDALoss`.
 
-    The arguments that are not listed here are those of :class:`isda.ISDALoss`.
+    Arguments not listed here are the same as in :class:`isda.ISDALoss`.
 
     Args:
         covariance: "full", "diagonal", "shared", "identity", or an :class:`isda.Covariance`.
         weight: weight of each class, as in ``nn.BCEWithLogitsLoss``.
-        pos_weight: weight of the positive part of each class, as in ``nn.BCEWithLogitsLoss``.
+        pos_weight: weight of positive examples of each class, as in ``nn.BCEWithLogitsLoss``.
 
     Shape:
         features (N, A), weight (C, A), target (N, C); output () or (N, C).
@@ -99,11 +99,11 @@ class ISDABCEWithLogitsLoss(Criterion):
     ) -> Tensor:
         """Merge the batch into the statistics and return the loss.
 
-        The arguments that are not listed here are those of :meth:`isda.ISDALoss.forward`.
+        Arguments not listed here are the same as in :meth:`isda.ISDALoss.forward`.
 
         Args:
-            target: 1 for the labels of a sample, else 0; or probabilities, of which those above
-                0.5 are labels.
+            target: 1 for the labels of a sample, otherwise 0; or probabilities, where those above
+                0.5 count as labels.
         """
         self._require_call(
             self.training,
@@ -158,7 +158,7 @@ class ISDABCEWithLogitsLoss(Criterion):
         """
         dtype = torch.promote_types(logits.dtype, torch.float32)
         loss = F.binary_cross_entropy_with_logits(
-            logits.movedim(1, -1).to(dtype),  # weights are for the last dimension
+            logits.movedim(1, -1).to(dtype),  # weights apply to the last dimension
             target.movedim(1, -1).to(dtype),
             weight=self.weight,
             pos_weight=self.pos_weight,
@@ -186,7 +186,7 @@ class ISDABCEWithLogitsLoss(Criterion):
     def _require_finite(
         self, loss: Tensor, quadratic: Tensor, strength: Tensor, world_size: int
     ) -> None:
-        """Raise on all ranks if the loss of one is not finite at λ > 0."""
+        """Raise on all ranks if the loss on any rank is not finite at λ > 0."""
         bad = bool(not loss.isfinite().all() and strength > 0)
         problem = OVERFLOW if bad else 0
         if world_size > 1:
@@ -209,7 +209,7 @@ class ISDABCEWithLogitsLoss(Criterion):
         if world_size > 1:
             size, problem = distributed.agree(size, problem, self.process_group)
         if problem == HAS_BAD_TARGET:
-            raise ValueError("target must be in [0, 1]: found values out of range, or NaN")
+            raise ValueError("target must be in [0, 1]: found NaN or values out of range")
         if problem:
             raise ValueError(checks.problem_message(problem, self.num_classes, -100))
         if learn:

@@ -1,10 +1,10 @@
-"""The dispatch: the only place that chooses between plain torch and Triton kernels.
+"""Dispatch: the only place that chooses between plain torch and Triton kernels.
 
 Each operation is a custom operator, so that ``torch.compile(fullgraph=True)`` sees one node with
 static shapes while the implementation may loop over the classes of the batch. Equations:
 ``isda/functional``; implementations: ``isda/kernels``.
 
-The environment variable ``ISDA_TRITON=0`` (read at import) turns the Triton kernels off.
+The environment variable ``ISDA_TRITON=0`` (read at import) disables the Triton kernels.
 """
 
 import functools
@@ -44,7 +44,7 @@ _ENABLED = (
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether the Triton kernels run on this tensor: on NVIDIA GPUs from Ampere (sm_80) on."""
+    """Whether the Triton kernels run on this tensor: on NVIDIA Ampere (sm_80) or newer."""
     return (
         tensor.is_cuda
         and _ENABLED
@@ -54,13 +54,13 @@ def uses_triton(tensor: Tensor) -> bool:
 
 
 def full_quadratic(weight: Tensor, target: Tensor, covariance: Tensor, precision: str) -> Tensor:
-    """:func:`isda.functional.full_quadratic`, with a gradient of the weight only.
+    """:func:`isda.functional.full_quadratic`, differentiable only with respect to the weight.
 
     Args:
         weight: rows of the final linear layer.
-        target: class indices; rows of negative ones are 0.
+        target: class indices; rows with a negative index are 0.
         covariance: feature covariance of each class, symmetric.
-        precision: of the products on CUDA, see :class:`isda.FullCovariance`.
+        precision: precision of the products on CUDA, see :class:`isda.FullCovariance`.
 
     Shape:
         weight (C, A), target (N,), covariance (C', A, A) with C' <= C; output (N, C).
@@ -134,11 +134,11 @@ def scaled_isda_cross_entropy(
 ) -> Tensor:
     """:func:`isda.functional.isda_cross_entropy`, fused on CUDA, summed and scaled.
 
-    The arguments that are not listed here are those of the plain form.
+    Arguments not listed here are the same as in the plain form.
 
     Args:
-        scale: factor of the losses. 0 stands for a bad batch: the loss is NaN, without gradients.
-        reduction: "none" for the losses of the samples, else their scaled sum.
+        scale: factor of the losses. 0 marks a bad batch: the loss is NaN and has no gradients.
+        reduction: "none" for the loss of each sample, otherwise their scaled sum.
     """
     if (
         uses_triton(logits)
@@ -168,7 +168,7 @@ def scaled_isda_cross_entropy(
 def _register(
     function: Callable[..., Any], fake: Callable[..., Any], *, mutates_args: Iterable[str] = ()
 ) -> CustomOpDef:
-    """Make an operator of a function of ``kernels/plain.py`` and its counterpart for CUDA."""
+    """Register a function of ``kernels/plain.py`` and its CUDA counterpart as an operator."""
     name = function.__name__
     operator = custom_op(f"isda::{name}", function, mutates_args=mutates_args)
     operator.register_kernel("cuda", functools.partial(_on_cuda, name))
@@ -177,7 +177,7 @@ def _register(
 
 
 def _on_cuda(name: str, *args: Any) -> Any:
-    """Call a Triton kernel on the device of its arguments, or plain torch if it does not run."""
+    """Call a Triton kernel on the device of its arguments, or fall back to plain torch."""
     first = args[0][2] if isinstance(args[0], list) else args[0]  # the covariance of moments
     function = getattr(_backend(first), name)
     with torch.cuda.device_of(first):  # Triton launches on the current device
@@ -253,17 +253,17 @@ def _fused_cross_entropy(
     ignore_index: int,
     reduce: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross entropy of logits + (λ/2) quadratic in float32, by Triton.
+    """Cross entropy of logits + (λ/2) quadratic in float32, computed by Triton.
 
     Args:
         logits: output of the final linear layer.
         quadratic: variance of every logit margin, float32; None for ordinary cross entropy.
-        target: class indices; the loss of a class out of range is NaN.
+        target: class indices; the loss for an index out of range is NaN.
         strength: λ, float32.
         scale: factor of the sum of the losses, see :func:`scaled_isda_cross_entropy`; None for the
             mean.
-        ignore_index: class index of samples that do not count.
-        reduce: False for the losses of the samples.
+        ignore_index: class index of samples to ignore.
+        reduce: False to return the loss of each sample.
 
     Returns:
         the loss, and for the backward pass the log-sum-exp of every sample and the factor.
@@ -292,7 +292,7 @@ def _cross_entropy_backward(
     factor: Tensor,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the logits and of the quadratic term (empty without one)."""
+    """Gradients of the logits and the quadratic term (empty if there is none)."""
     from isda.kernels import cuda  # imports Triton
 
     with torch.cuda.device_of(logits):
@@ -319,7 +319,7 @@ def _differentiate_cross_entropy(
 ) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 7
-    saved = ctx.saved_tensors  # read once: gradient checkpointing allows no more
+    saved = ctx.saved_tensors  # gradient checkpointing allows only one access
     logits_grad, quadratic_grad = _cross_entropy_backward(grad, *saved, ctx.ignore_index)
     return logits_grad, None if saved[1] is None else quadratic_grad, *(None,) * 5
 

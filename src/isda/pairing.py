@@ -1,8 +1,8 @@
 """Pairs rows of features with the logits that a linear layer computed from them.
 
-After the final layer a model may transpose or flatten the logits of its tokens, pick one position
-of a sequence, or resize a map. The functions here do the same to the features, so that the loss
-gets N rows of features, logits and target.
+After the final layer, a model may transpose or flatten the logits of its tokens, select one
+position of a sequence, or resize a map. The functions here apply the same operation to the
+features, so that the loss receives N rows of features, logits and target.
 """
 
 from typing import NamedTuple
@@ -33,8 +33,8 @@ class Rows(NamedTuple):
     features: Tensor  # (M, A)
     logits: Tensor  # (M, C)
     target: Tensor  # (M,) or (M, C)
-    positions: torch.Size  # original shape of the logits, without classes
-    resizing: Resizing | None  # None if there is none, or if several fit
+    positions: torch.Size  # original shape of the logits, without the class dimension
+    resizing: Resizing | None  # None if there is none or it is ambiguous
     classes_last: bool | None  # None if unknown
 
 
@@ -55,17 +55,17 @@ def pair_rows(
         features: input of the final layer.
         logits: output of the model.
         target: class indices or class probabilities.
-        weight: of the final layer.
-        bias: of the final layer.
+        weight: weight of the final layer.
+        bias: bias of the final layer.
         channels_last: whether the features are in the last dimension, as for ``nn.Linear``.
-        resizing: of earlier batches of the same sizes.
+        resizing: resizing found in earlier batches of the same sizes; None if unknown.
         classes_last: whether earlier batches had their classes in the last dimension; None if
             unknown.
 
     Shape:
-        features (N, A), (N, ..., A) with channels_last or else (N, A, ...); weight (C, A), bias
-        (C,); logits (N, C), (N, C, ...), (N, ..., C) with channels_last, or rows (M, C); target as
-        the logits, or without their classes.
+        features (N, A), (N, ..., A) with channels_last, otherwise (N, A, ...); weight (C, A), bias
+        (C,); logits (N, C), (N, C, ...), (N, ..., C) with channels_last, or rows (M, C); target
+        like the logits, or without the class dimension.
     """
     if features.dim() < 2:
         raise ValueError(
@@ -89,7 +89,7 @@ def pair_rows(
             logits, classes_last = logits.flatten(0, -2), True
     elif logits.shape == second:
         features, logits, classes_last = flatten(maps), flatten(logits), False
-    elif logits.shape == (positions.numel(), num_classes):  # rows already
+    elif logits.shape == (positions.numel(), num_classes):  # already rows
         features, positions = flatten(maps), torch.Size((len(logits),))
     elif logits.shape == (batch, num_classes):
         features = _pick(maps.flatten(2).mT, logits, weight, bias)
@@ -123,10 +123,10 @@ def classes_second(
     """Logits (N, ..., C) and their class probabilities in torch's order (N, C, ...).
 
     Args:
-        logits: in either order.
+        logits: logits in either order.
         target: class indices, or class probabilities in the order of the logits.
-        num_classes: number C of classes.
-        classes_last: the order where the shapes allow both.
+        num_classes: number of classes C.
+        classes_last: the order to assume if the shapes allow both.
     """
     if logits.dim() < 3 or logits.shape[-1] != num_classes:
         return logits, target
@@ -148,11 +148,11 @@ def _token_rows(
     bias: Tensor | None,
     classes_last: bool | None,
 ) -> tuple[Tensor, Tensor, bool | None]:
-    """Rows of logits and target with as many classes as tokens, and whether the classes are last.
+    """Rows of logits and target if C equals the number of tokens, and whether classes are last.
 
-    The values show whether the order is (N, ..., C) or torch's (N, C, ...), unless the weight is 0:
-    then it is that of earlier batches, or else that of the layer. Every call synchronises with a
-    GPU until the order is known, except under torch.compile and in a CUDA graph.
+    The order, (N, ..., C) or torch's (N, C, ...), is inferred from the values. If the weight is 0,
+    it is the order of earlier batches, or else of the layer. Until the order is known, every call
+    synchronises with the GPU, except under torch.compile and during CUDA graph capture.
     """
     last, second = logits.flatten(0, -2), flatten(logits)
     on_host = checks.known_on_host(features)
@@ -179,10 +179,10 @@ def _linear(features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _pick(sequence: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Features of the position whose logits the model has picked, (N, L, A) to (N, A).
+    """Features of the position whose logits the model selected, (N, L, A) to (N, A).
 
     For example, GPT-2 for sequence classification returns the logits of the last token that is not
-    padding. The logits of all positions are computed again and compared.
+    padding. The logits of all positions are recomputed and compared.
     """
     outputs = _linear(sequence, weight, bias)  # (N, L, C)
     distance = (outputs - logits.detach().float()[:, None]).square().sum(-1)  # (N, L)
@@ -194,7 +194,7 @@ def _pick(sequence: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None)
 def _find_resizing(
     maps: Tensor, logits: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Resizing, Resizing | None]:
-    """The resizing that turns the layer's output into the logits; synchronises with a GPU.
+    """The resizing that turns the layer's output into the logits; synchronises with the GPU.
 
     The layer is linear, so resized features give resized logits. The second result is None if
     another resizing fits as well but gives different features, as with a weight of zeros.
@@ -207,8 +207,9 @@ def _find_resizing(
     smooth = {3: ["linear"], 4: ["bilinear", "bicubic"], 5: ["trilinear"]}.get(maps.dim())
     if smooth is None:
         raise ValueError(
-            f"logits of {maps.dim() - 2} dimensions cannot be resized: pass logits of the size of "
-            f"the attached layer's input, {tuple(maps.shape[2:])}, got {tuple(logits.shape[2:])}"
+            f"maps with {maps.dim() - 2} spatial dimensions cannot be resized: pass logits of the "
+            f"size of the attached layer's input, {tuple(maps.shape[2:])}, got "
+            f"{tuple(logits.shape[2:])}"
         )
     candidates = [Resizing(mode, corners) for mode in smooth for corners in (False, True)]
     candidates += [Resizing(mode, None) for mode in ("nearest", "nearest-exact")]
@@ -242,13 +243,13 @@ def _shape_message(
         )
     if logits.shape[1:] == of_sample:
         return (
-            f"logits must be of the last batch of the model, {len(features)} samples, {found}; if "
-            "the model makes several passes for one loss, join them into one"
+            f"logits must come from the last batch of the model, {len(features)} samples, {found}; "
+            "if the model runs several forward passes for one loss, combine them into one"
         )
     shapes = f"shape {(len(features), *of_sample)} for features of shape {tuple(features.shape)}"
     if not inner:
         return f"logits must have {shapes}, {found}"
     return (
-        f"logits must be those of all positions, {shapes}, {found}; to leave positions out, label "
-        "them with ignore_index instead of selecting the others"
+        f"logits must include all positions, {shapes}, {found}; to exclude positions, label them "
+        "with ignore_index instead of selecting the others"
     )

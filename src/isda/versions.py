@@ -1,8 +1,8 @@
 """Features that need a newer torch than the 2.6 that the library requires.
 
-``torch.compile`` traces the criteria from torch 2.9 on. In older versions a criterion runs eagerly
-inside a compiled model, and ``fullgraph=True`` is refused with the reason. The Triton kernels need
-torch 2.11; in older versions a GPU runs the same operations in plain torch.
+``torch.compile`` can trace the criteria since torch 2.9. With older versions, a criterion runs
+eagerly inside a compiled model, and ``fullgraph=True`` raises an error with the reason. The Triton
+kernels need torch 2.11; with older versions, the same operations fall back to plain torch.
 """
 
 import torch
@@ -20,7 +20,7 @@ HAS_KERNELS = _RELEASE >= (2, 11)
 
 
 def run_eagerly(*criteria: type[nn.Module]) -> None:
-    """Exclude the calls of these classes from ``torch.compile``."""
+    """Exclude the forward methods of these classes from ``torch.compile``."""
     for kind in criteria:
         forward = torch.compiler.disable(kind.forward)
         reason = f"torch.compile needs torch 2.9 or newer, got {torch.__version__}"

@@ -31,7 +31,7 @@ ATTACHED = {  # and in a call of an attached criterion
     "no pass": lambda model, x: torch.zeros(N, C),
     "a loss": lambda model, x: model(x).sum(),
 }
-OTHER = "another rank refused its batch"
+OTHER = "another rank rejected its batch"
 
 
 def message_of(function: Any, *args: Any, **options: Any) -> str:

@@ -139,9 +139,9 @@ def test_checkpoint_of_another_rank_or_estimator_is_refused(ranks):
     for rank, (record, block) in enumerate(zip(ranks, BLOCKS[4, world], strict=True)):
         place = f"rank {rank} of {world}, classes [{block[0]}, {block[-1] + 1})"
         other = BLOCKS[4, world][(rank + 1) % world]
-        message = f"estimator.classes must be those of {place}, got {other}: each rank loads what"
+        message = f"estimator.classes must be those of {place}, got {other}: each rank must"
         assert message in record["resume"]["other"]
-        assert "checkpoint must hold" in record["resume"]["full"]
+        assert "checkpoint must contain" in record["resume"]["full"]
         assert "'classes'" in record["resume"]["full"]
 
 
@@ -175,7 +175,7 @@ def test_what_does_not_fit_several_ranks_is_refused(ranks):
         assert messages["synchronize"] == (
             "synchronize must be True for a ShardedCovariance, got False"
         )
-        assert "process_group must have the ranks of the ShardedCovariance" in messages["group"]
+        assert "process_group must match that of the ShardedCovariance" in messages["group"]
         outside = "process_group must contain this rank"
         assert messages["outside"] == ("" if rank == 0 else outside)
         assert "covariance_index is not supported" in messages["index"]

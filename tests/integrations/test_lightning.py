@@ -241,7 +241,7 @@ def test_lightning_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"must not be a submodule .* self\.criterion = ISDACall"):
         callback.setup(trainer, module, "fit")
     trainer.state.fn = "fit"
-    with pytest.raises(ValueError, match="checkpoint has no state of the criterion"):
+    with pytest.raises(ValueError, match="checkpoint does not contain the criterion's state"):
         callback.on_load_checkpoint(trainer, module, {"callbacks": {}})
     trainer.state.fn = "test"
     callback.on_load_checkpoint(trainer, module, {"callbacks": {}})

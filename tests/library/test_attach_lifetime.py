@@ -65,7 +65,7 @@ def test_copy_of_model_and_criterion_together(model, images, target):
     other_model, other_criterion = copy.deepcopy((model, criterion))
     loss = other_criterion(other_model(images), target)  # a pass of the copy, not of the original
     torch.testing.assert_close(loss, criterion(model(images), target))
-    with pytest.raises(ValueError, match="its last pass was used already"):
+    with pytest.raises(ValueError, match="its last pass has already been used"):
         criterion(other_model(images), target)
 
 
@@ -140,7 +140,7 @@ def test_head_that_is_computed_once_more(images, target, device):
     criterion = attach(model, **options())
     logits = checkpoint(model, images, use_reentrant=False)
     criterion(logits, target).backward()
-    with pytest.raises(ValueError, match="its last pass was used already"):
+    with pytest.raises(ValueError, match="its last pass has already been used"):
         criterion(logits, target)
     loss = checkpoint(lambda x: criterion(model(x), target), images, use_reentrant=False)
     with pytest.raises(ValueError, match="called outside of a checkpointed function"):

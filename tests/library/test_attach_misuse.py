@@ -39,21 +39,21 @@ def test_a_capture_is_used_once(model, images, target):
     logits = model(images)
     criterion(logits, target)
     before = copy.deepcopy(criterion.state_dict())
-    with pytest.raises(ValueError, match="its last pass was used already"):
+    with pytest.raises(ValueError, match="its last pass has already been used"):
         criterion(logits, target)
     for name, tensor in criterion.state_dict().items():
         assert torch.equal(tensor, before[name])
 
 
 def test_no_pass_before(model, target, device):
-    with pytest.raises(ValueError, match="the layer has made no forward pass since attach"):
+    with pytest.raises(ValueError, match="the layer has run no forward pass since attach"):
         attach(model, **options())(torch.zeros(N, C, device=device), target)
 
 
 def test_layer_replaced_after_attach(model, images, target, device):
     criterion = attach(model, **options())
     model[-1] = nn.Linear(model[-1].in_features, C).to(device)
-    with pytest.raises(ValueError, match="If the layer was replaced after attach, attach again"):
+    with pytest.raises(ValueError, match="the layer was replaced after attach, call attach again"):
         criterion(model(images), target)
 
 
@@ -178,7 +178,7 @@ def test_logits_of_a_copy_while_the_attached_model_is_in_eval_mode(model, images
     model.eval()
     with torch.no_grad():
         criterion(model(images), target)
-    with pytest.warns(UserWarning, match="these logits are of another model, such as a copy"):
+    with pytest.warns(UserWarning, match="these logits come from another model, such as a copy"):
         criterion(trained(images), target)
 
 

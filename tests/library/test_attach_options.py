@@ -82,7 +82,7 @@ def test_sharded_weight_and_a_criterion(device):
         ),
         (
             lambda: attach(sequential(), LargestFeature(), lambda_0=1.0),
-            "lambda_0 must be set on the criterion that is passed, not on attach",
+            "lambda_0 must be set on the criterion, not passed to attach",
         ),
         (lambda: attach(sequential(), lambda_0=-1.0), "lambda_0 must be >= 0 and finite, got -1.0"),
     ],
@@ -170,7 +170,7 @@ def test_every_option_reaches_the_loss():
 def test_large_statistics_are_announced():
     """15.6 GiB for a ResNet-50 with 1000 classes: said before they are allocated."""
     with torch.device("meta"):
-        with pytest.raises(ValueError, match=r"model on the meta device after to_empty\(\)"):
+        with pytest.raises(ValueError, match=r"call to_empty\(\) on a model on the meta device"):
             attach(nn.Linear(2048, 1000))
         with pytest.warns(
             UserWarning, match=r"take 15\.6 GiB; .*\"diagonal\" takes 7\.8 MiB"

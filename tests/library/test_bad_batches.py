@@ -14,13 +14,13 @@ def spoil(x: Inputs, fault: str) -> tuple[Inputs, str]:
     features, target = x.features.clone(), x.target.clone()
     if fault in ("nan", "inf", "-1e16"):  # the square of the last does not fit, summed up
         features[3, 2] = float(fault)
-        return x._replace(features=features), "features must be finite: found NaN, or values of 1e"
+        return x._replace(features=features), "features must be finite: found NaN or magnitudes"
     if fault == "soft":
         soft = F.one_hot(target, C).float()
         soft[1, 2] = torch.nan
         return x._replace(target=soft), "target must be in"
     target[4] = {"above": C, "below": -1}[fault]
-    return x._replace(target=target), f"target must be in [0, {C}) or ignore_index=-100: found a"
+    return x._replace(target=target), f"target must be in [0, {C}) or equal ignore_index=-100"
 
 
 faults = pytest.mark.parametrize("fault", ["nan", "inf", "-1e16", "above", "below", "soft"])

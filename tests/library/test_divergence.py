@@ -15,7 +15,7 @@ from isda import ISDABCEWithLogitsLoss, ISDALoss, functional
 C, A = 5, 4
 MESSAGE = re.compile(
     r"the loss is no longer finite at λ = (\S+), with a quadratic term of (\S+): the weights of "
-    r"the final layer diverge\. Use a smaller lambda_0 or learning rate, weight decay, or max_shift"
+    r"the final layer diverge\. Reduce lambda_0 or the learning rate, or use weight decay or max"
 )
 
 
@@ -134,7 +134,7 @@ def two_ranks(rank: int, world: int, folder: str) -> None:
 @pytest.mark.ddp
 def test_all_ranks_raise(tmp_path):
     """First because of the second rank, later because of the first."""
-    other = "ValueError: the loss of another rank is no longer finite"
+    other = "ValueError: the loss on another rank is no longer finite"
     own = "FloatingPointError: the loss is no longer finite"
     first, second = results_of(two_ranks, 2, tmp_path)
     for name in ("one label", "labels"):

@@ -169,11 +169,11 @@ def test_sample_errors(device):
     if device.type == "cpu":  # a GPU is not waited for
         negative = x.covariance[0].abs()
         negative[2, 1] = -0.1
-        wrong.append((negative, 0.5, "covariance must hold variances, got negative ones"))
+        wrong.append((negative, 0.5, "covariance must contain non-negative variances, got"))
     for covariance, strength, message in wrong:
         with pytest.raises(ValueError, match=re.escape(message)):
             functional.sample(x.features, x.target, covariance, strength=strength)
-    with pytest.raises(ValueError, match="covariance must be of 4 classes, as weight, got 3"):
+    with pytest.raises(ValueError, match="covariance must have 4 classes, like weight, got 3"):
         functional.monte_carlo_loss(
             x.features, x.weight, x.target, x.covariance[0].abs(), strength=0.5, num_samples=1
         )

@@ -124,15 +124,15 @@ def mistakes() -> dict:
         ),
         "no layer": (
             lambda: attach(model, head=[]),
-            "head must name one or more different layers, got []",
+            "head must specify one or more distinct layers, got []",
         ),
         "one layer twice": (
             lambda: attach(model, head=["head", "head"]),
-            "head must name one or more different layers, got ['head', 'head']",
+            "head must specify one or more distinct layers, got ['head', 'head']",
         ),
         "different heads": (
             lambda: attach(model, head=["head", "body"]),
-            "the layers of head are summed, so they must be of one type and have the same",
+            "the outputs of the head layers are summed, so the layers must be of the same type",
         ),
         "stride": (
             lambda: attach(m := nn.Sequential(nn.Conv2d(3, 4, 1, stride=2)), head=m[0]),
@@ -145,11 +145,11 @@ def mistakes() -> dict:
         "lazy": (lambda: attach(lazy), "run one batch through a lazy model"),
         "swapped": (
             lambda: attach(nn.CrossEntropyLoss(), model),
-            "found none in CrossEntropyLoss; the call is attach(model, criterion)",
+            "found none in CrossEntropyLoss; the order of the arguments is attach(model",
         ),
         "swapped, attached": (
             lambda: attach(isda.ISDALoss(8, C), model),
-            "found none in ISDALoss; the call is attach(model, criterion)",
+            "found none in ISDALoss; the order of the arguments is attach(model",
         ),
         "head of another type": (
             lambda: attach(model, head=2),
@@ -170,7 +170,7 @@ def mistakes() -> dict:
         ),
         "class as criterion": (
             lambda: attach(model, isda.ISDALoss),
-            "criterion must be a loss module, not its class, got <class 'isda.loss.ISDALoss'>",
+            "criterion must be a loss module, not a class, got <class 'isda.loss.ISDALoss'>",
         ),
         "criterion of another size": (
             lambda: attach(nn.Linear(8, C), isda.ISDALoss(9, C)),
@@ -178,26 +178,29 @@ def mistakes() -> dict:
         ),
         "option as criterion": (
             lambda: attach(model, 0.5),
-            "not its class, got 0.5; options such as lambda_0= are passed by name",
+            "not a class, got 0.5; pass options such as lambda_0= by keyword",
         ),
         "no module": (lambda: attach("resnet18"), "model must be an nn.Module, got str"),
         "cross entropy": (
             lambda: attach(model, nn.CrossEntropyLoss()),
-            "which CrossEntropyLoss is not: leave it out; weight, label_smoothing and ignore_index",
+            "which CrossEntropyLoss does not: leave it out; weight, label_smoothing and",
         ),
-        "no bias": (lambda: attach(model, NoBias()), "which NoBias is not: a loss of logits alone"),
+        "no bias": (lambda: attach(model, NoBias()), "which NoBias does not: a loss that takes"),
         "no logits": (
             lambda: attach(model, NoLogits()),
-            "criterion must be called as criterion(features, weight, target, bias=, logits=)",
+            "criterion must support the call criterion(features, weight, target, bias=, logits=)",
         ),
         "binary": (
             lambda: attach(model, nn.BCEWithLogitsLoss()),
-            "which BCEWithLogitsLoss is not: use isda.ISDABCEWithLogitsLoss(num_features, num_cl",
+            "which BCEWithLogitsLoss does not: use isda.ISDABCEWithLogitsLoss(num_features, num_cl",
         ),
-        "layer": (lambda: attach(model, model.head), "which Linear is not: pass a layer as head="),
+        "layer": (
+            lambda: attach(model, model.head),
+            "which Linear does not: pass the layer as head=",
+        ),
         "function": (
             lambda: attach(model, torch.nn.functional.cross_entropy),
-            "which function is not: a loss of logits alone cannot be attached",
+            "which function does not: a loss that takes only logits cannot be attached",
         ),
     }
 

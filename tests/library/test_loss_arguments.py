@@ -38,11 +38,11 @@ from isda import FullCovariance, ISDALoss
         ),
         (
             {"covariance": FullCovariance(A, C), "decay": 0.9},
-            "decay=0.9 must be set on the estimator that is passed",
+            "decay=0.9 must be set on the estimator, not passed to",
         ),
         (
             {"covariance": FullCovariance(A, C + 1)},
-            f"covariance must be for num_features={A} and num_classes={C}, "
+            f"covariance must have num_features={A} and num_classes={C}, "
             f"got FullCovariance({A}, {C + 1}",
         ),
     ],
@@ -70,7 +70,7 @@ def bad_arguments(x: Inputs) -> list[tuple[dict, str]]:
         ({"progress": 1.5}, "progress must be in [0, 1], got 1.5"),
         ({"progress": float("nan")}, "progress must be in [0, 1], got nan"),
         ({"progress": torch.tensor(1.5)}, "progress must be in [0, 1], got 1.5"),
-        ({"progress": torch.rand(N)}, f"progress must be one number, got shape ({N},)"),
+        ({"progress": torch.rand(N)}, f"progress must be a scalar, got shape ({N},)"),
         ({"progress": "half"}, "progress must be a number or a tensor, got 'half'"),
     ]
 

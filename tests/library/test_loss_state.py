@@ -94,7 +94,7 @@ def test_checkpoint_of_another_structure(structure, other, device):
         call(each, batch(device))
     call(source, batch(device))  # another step
     before = bits(criterion)
-    with pytest.raises(ValueError, match=r"must h(old|ave shape)"):
+    with pytest.raises(ValueError, match=r"must (contain|have shape)"):
         criterion.load_state_dict(source.state_dict())
     assert_bits(criterion, before)
     # a checkpoint of something else can still be loaded into a model that holds the criterion

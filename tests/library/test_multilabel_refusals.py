@@ -101,5 +101,5 @@ def test_estimators_that_do_not_fit():
     ISDABCEWithLogitsLoss(A, C, covariance=sharded)  # of one rank
     sharded.world_size = 2
     for covariance in (Own(), sharded):
-        with pytest.raises(ValueError, match="not divided among ranks"):
+        with pytest.raises(ValueError, match="not sharded across ranks"):
             ISDABCEWithLogitsLoss(A, C, covariance=covariance)

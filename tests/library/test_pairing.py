@@ -191,7 +191,7 @@ def test_two_heads_that_are_summed(bias, device):
         + other.high(x[:, 1:].mean((2, 3), keepdim=True))
     )
     criterion = attach(other, head=["low", "high"], **OPTIONS)
-    with pytest.raises(ValueError, match=r"of one size, got \(2, 1, 3, 3\), \(2, 3, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"of equal size, got \(2, 1, 3, 3\), \(2, 3, 1, 1\)"):
         criterion(other(x), target)
 
 
@@ -199,18 +199,18 @@ def test_two_heads_that_are_summed(bias, device):
     ("shape", "logits", "target", "message"),
     [
         ((3, 7, A), (3, 7, C), (3,), "target of class indices must have shape (3, 7), like the"),
-        ((3, 7, A), (2, 7, C), (2, 7), "of the last batch of the model, 3 samples, got shape (2,"),
+        ((3, 7, A), (2, 7, C), (2, 7), "the last batch of the model, 3 samples, got shape (2,"),
         ((3, 7, A), (3, 7, C + 1), (3, 7), "logits must have 5 classes, like the attached layer"),
         (
             (3, 7, A),
             (3, 4, C),
             (3, 4),
-            "those of all positions, shape (3, 7, 5) for features of shape (3, 7, 4), got shape "
-            "(3, 4, 5); to leave positions out, label them with ignore_index",
+            "include all positions, shape (3, 7, 5) for features of shape (3, 7, 4), got shape "
+            "(3, 4, 5); to exclude positions, label them with ignore_index",
         ),
-        ((3, 7, A), (13, C), (13,), "those of all positions, shape (3, 7, 5) for features of"),
-        ((3, 7, A), (7, 3, C), (7, 3), "those of all positions, shape (3, 7, 5) for features of"),
-        ((3, A), (2, C), (2,), "of the last batch of the model, 3 samples, got shape (2, 5); if"),
+        ((3, 7, A), (13, C), (13,), "include all positions, shape (3, 7, 5) for features of"),
+        ((3, 7, A), (7, 3, C), (7, 3), "include all positions, shape (3, 7, 5) for features of"),
+        ((3, A), (2, C), (2,), "the last batch of the model, 3 samples, got shape (2, 5); if"),
         (
             (3, A),
             (),
@@ -218,7 +218,7 @@ def test_two_heads_that_are_summed(bias, device):
             "logits must have shape (3, 5) for features of shape (3, 4), got shape ()",
         ),
         ((A,), (C,), (), "must have a batch dimension, got shape (4,)"),
-        ((3, 2, 2, 2, 2, A), (3, C, 4, 4, 4, 4), (3, 4, 4, 4, 4), "of 4 dimensions cannot be res"),
+        ((3, 2, 2, 2, 2, A), (3, C, 4, 4, 4, 4), (3, 4, 4, 4, 4), "4 spatial dimensions cannot be"),
     ],
 )
 def test_shapes_that_do_not_fit(shape, logits, target, message, device):

@@ -14,8 +14,8 @@ Eq. 9, 10, 11 (Appendix A)        :func:`batch_moments`, :func:`merge_moments`,
 Eq. 12, 13, 14, the gradients     autograd
 ================================  ==================================================================
 
-All functions are differentiable in every floating-point tensor, covariances included, any number of
-times. They are also the reference that the implementations in ``isda/kernels`` are tested against.
+All functions are differentiable any number of times with respect to every floating-point tensor,
+including covariances. The implementations in ``isda/kernels`` are tested against them.
 Shapes use the paper's letters: N samples, C classes, A features.
 """
 

@@ -21,11 +21,11 @@ def sample(
     Args:
         features: deep features.
         target: class indices in ``[0, C)``.
-        covariance: feature covariance of each class, or feature variances of each class; one
-            matrix for all classes as ``covariance.expand(C, A, A)``.
+        covariance: feature covariance or feature variances of each class; for one matrix shared by
+            all classes, pass ``covariance.expand(C, A, A)``.
         strength: λ.
-        num_samples: number M of draws for every sample.
-        generator: source of the draws.
+        num_samples: number of draws M for every sample.
+        generator: pseudorandom number generator for the draws.
 
     Shape:
         features (N, A), target (N,), covariance (C, A, A) or (C, A); output (M, N, A).
@@ -56,7 +56,7 @@ def sample(
             and not torch.compiler.is_compiling()
             and (covariance < 0).any()
         ):
-            raise ValueError("covariance must hold variances, got negative ones")
+            raise ValueError("covariance must contain non-negative variances, got negative values")
         return (features + noise * (strength * covariance[target]).sqrt()).to(features.dtype)
     for index in target.unique().tolist():
         rows = (target == index).nonzero().flatten()
@@ -85,18 +85,18 @@ def monte_carlo_loss(
         features: deep features.
         weight: rows of the final linear layer.
         target: class indices in ``[0, C)``.
-        covariance: feature covariance of each class, or feature variances of each class.
+        covariance: feature covariance or feature variances of each class.
         strength: λ.
-        num_samples: M.
-        bias: of the final linear layer.
-        generator: source of the draws.
+        num_samples: number of draws M for every sample.
+        bias: bias of the final linear layer.
+        generator: pseudorandom number generator for the draws.
 
     Shape:
         features (N, A), weight (C, A), target (N,), covariance (C, A, A) or (C, A); output ().
     """
     if len(covariance) != len(weight):
         raise ValueError(
-            f"covariance must be of {len(weight)} classes, as weight, got {len(covariance)}"
+            f"covariance must have {len(weight)} classes, like weight, got {len(covariance)}"
         )
     augmented = sample(
         features,

@@ -47,16 +47,16 @@ def isda_logits(logits: Tensor, quadratic: Tensor, strength: float | Tensor) -> 
 
 
 def limit_shift(quadratic: Tensor, strength: float | Tensor, max_shift: float) -> Tensor:
-    r"""Quadratic terms q with shifts (λ/2) q of at most ``max_shift``.
+    r"""Quadratic terms q, limited so that no shift (λ/2) q exceeds ``max_shift``.
 
-    Smaller ones stay as they are. Larger ones are constant, so they get no gradient, and a training
-    that would diverge through them does not. The loss is then no longer an upper bound on the
-    expected loss under augmentation, but it is still at least the cross entropy.
+    Smaller terms are unchanged. Larger ones become a constant without a gradient, so they cannot
+    make the training diverge. The loss is then no longer an upper bound on the expected loss under
+    augmentation, but it is still at least the cross entropy.
 
     Args:
         quadratic: variance of every logit margin.
         strength: λ.
-        max_shift: largest shift of a logit.
+        max_shift: maximum shift of a logit.
 
     Shape:
         quadratic (N, C); output (N, C).
@@ -80,25 +80,26 @@ def isda_cross_entropy(
 ) -> Tensor:
     r"""The upper bound on the expected cross entropy under infinite augmentation (Eq. 4).
 
-    For class indices y without smoothing it equals ``F.cross_entropy(isda_logits(logits, quadratic,
-    strength), target)``. In general the bound on the expected loss of label k is
+    For class indices y without smoothing, it equals
+    ``F.cross_entropy(isda_logits(logits, quadratic, strength), target)``. In general, the bound on
+    the expected loss of label k is
 
         log Σ_j exp(z_j + (λ/2) q_j) − z_k,
 
-    because the expectation of a logit itself is z_k; class weights and label smoothing weigh these
-    bounds as in ``F.cross_entropy``, which this equals at λ = 0. For class probabilities p the loss
-    is Σ_k p_k times the bound of label k with its own quadratic term.
+    because the expected value of a logit is z_k. Class weights and label smoothing apply to these
+    bounds as in ``F.cross_entropy``, which this equals at λ = 0. For class probabilities p, the
+    loss is Σ_k p_k times the bound of label k with its own quadratic term.
 
     Args:
         logits: output of the final linear layer.
         target: class indices or class probabilities.
-        quadratic: variance of every logit margin; for class probabilities a table with a row for
-            every label k, the same for all samples or one for each.
+        quadratic: variance of every logit margin; for class probabilities, a table with a row for
+            every label k, either shared by all samples or one per sample.
         strength: λ.
         class_weight: weight of each class, as ``weight`` in ``F.cross_entropy``.
-        label_smoothing: share of the target that is spread over all classes.
-        ignore_index: class index of samples that do not count.
-        reduction: "mean", "sum" or "none". The mean over no sample at all is 0.
+        label_smoothing: fraction of the target that is spread over all classes.
+        ignore_index: class index of samples to ignore.
+        reduction: "mean", "sum" or "none". The mean over zero samples is 0.
 
     Shape:
         logits (N, C), target (N,) or (N, C), quadratic (N, C) for class indices, (C, C) or (N, C,
@@ -138,14 +139,14 @@ def isda_loss(
         features: deep features.
         weight: rows of the final linear layer.
         target: class indices or class probabilities.
-        quadratic: function of (weight, class indices) that gives the variance of every logit
+        quadratic: function of (weight, class indices) that returns the variance of every logit
             margin, such as ``functools.partial(full_quadratic, covariance=covariance)``.
         strength: λ.
-        bias: of the final linear layer.
-        logits: output of the final linear layer, if it has been computed already.
+        bias: bias of the final linear layer.
+        logits: output of the final linear layer, if already computed.
         class_weight: see :func:`isda_cross_entropy`.
         label_smoothing: see :func:`isda_cross_entropy`.
-        ignore_index: class index of samples that do not count.
+        ignore_index: class index of samples to ignore.
         reduction: "mean", "sum" or "none".
 
     Shape:
@@ -199,7 +200,7 @@ def isda_binary_cross_entropy(
         quadratic: variance q_k of every logit.
         strength: λ.
         class_weight: weight of each label, as ``weight`` in ``nn.BCEWithLogitsLoss``.
-        pos_weight: weight of the positive part of each label, as in ``nn.BCEWithLogitsLoss``.
+        pos_weight: weight of positive examples of each label, as in ``nn.BCEWithLogitsLoss``.
         reduction: "mean", "sum" or "none".
 
     Shape:
@@ -227,14 +228,14 @@ def cross_entropy(
 ) -> Tensor:
     r"""Ordinary cross entropy (Eq. 4 at λ = 0), computed in float32 or float64.
 
-    Unlike torch's, its mean over no sample at all is 0.
+    Unlike in torch, the mean over zero samples is 0.
 
     Args:
         logits: output of the final linear layer.
         target: class indices or class probabilities.
         class_weight: weight of each class, as ``weight`` in ``F.cross_entropy``.
-        label_smoothing: share of the target that is spread over all classes.
-        ignore_index: class index of samples that do not count.
+        label_smoothing: fraction of the target that is spread over all classes.
+        ignore_index: class index of samples to ignore.
         reduction: "mean", "sum" or "none".
 
     Shape:
@@ -249,7 +250,7 @@ def cross_entropy(
         logits,
         target,
         weight=None if class_weight is None else class_weight.to(logits.dtype),
-        ignore_index=-100 if soft else ignore_index,  # torch refuses one >= 0 with probabilities
+        ignore_index=-100 if soft else ignore_index,  # torch rejects one >= 0 with probabilities
         reduction="none",
         label_smoothing=label_smoothing,
     )
@@ -284,7 +285,7 @@ def _weigh(
     label_smoothing: float,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Losses of the samples from those of all labels (N, C), and what each counts in a mean."""
+    """Loss of each sample from the losses of all labels (N, C), and its weight in the mean."""
     if class_weight is not None:
         class_weight = class_weight.to(bound.dtype)
         bound = bound * class_weight
@@ -317,7 +318,7 @@ _BLOCK = 16  # labels at a time in _LogMatmulExp
 
 
 class _LogMatmulExp(torch.autograd.Function):
-    """log Σ_j exp(x_ij + y_kj), a block of k at a time: the (N, K, J) tensor is never built."""
+    """log Σ_j exp(x_ij + y_kj), a block of k at a time to avoid the (N, K, J) intermediate."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

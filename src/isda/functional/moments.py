@@ -14,7 +14,7 @@ class Moments(NamedTuple):
     """Count, mean and biased covariance (or variance) of the features of each class."""
 
     count: Tensor  # type: ignore[assignment]  # (C,), int64; hides tuple.count
-    mean: Tensor  # (C, A), float64: a long stream changes it by less than float32 can tell
+    mean: Tensor  # (C, A), float64: after many samples, updates are too small for float32
     covariance: Tensor  # (C, A, A), or variances (C, A)
 
 
@@ -47,7 +47,7 @@ def batch_moments(
     count = count.scatter_add(0, row, torch.ones_like(row))
 
     def average(values: Tensor) -> Tensor:
-        # float64: a running float32 sum stops growing after some millions of samples
+        # float64: a running float32 sum stops growing after a few million samples
         total = values.new_zeros(num_classes + 1, values.shape[1], dtype=torch.float64)
         total = total.index_add(0, row, values.double())
         return total / count.clamp(min=1)[:, None]
@@ -65,13 +65,13 @@ def batch_moments(
 
 
 def merge_moments(moments: Moments, other: Moments, *, decay: float = 1.0) -> Moments:
-    r"""Moments of two streams from the moments of each (Eq. 9, 10 and 11).
+    r"""Merge the moments of two sets of samples (Eq. 9, 10 and 11).
 
     Args:
-        moments: n, μ, Σ of the stream so far.
-        other: m, μ', Σ' of the samples that follow it.
-        decay: below 1, ``other`` gets at least the weight ``1 - decay**m`` instead of ``m / (n +
-            m)``, so that every new sample of a class reduces the weight of the earlier ones.
+        moments: n, μ, Σ of the samples so far.
+        other: m, μ', Σ' of the new samples.
+        decay: if below 1, the weight of ``other``, ``m / (n + m)``, is at least ``1 - decay**m``,
+            so that every new sample of a class reduces the weight of the earlier ones.
 
     Shape:
         see :class:`Moments`.
@@ -96,10 +96,10 @@ def merge_moments(moments: Moments, other: Moments, *, decay: float = 1.0) -> Mo
 def update_moments(
     moments: Moments, features: Tensor, target: Tensor, *, decay: float = 1.0
 ) -> Moments:
-    r"""Moments of a stream after one more batch (Appendix A).
+    r"""Merge a batch into the moments (Appendix A).
 
     Args:
-        moments: of the stream so far.
+        moments: moments of the samples so far.
         features: deep features of the batch.
         target: class indices in ``[0, C)``; samples with a negative target are skipped.
         decay: see :func:`merge_moments`.

@@ -30,7 +30,7 @@ def full_quadratic(
         weight: rows of the final linear layer.
         target: class indices in ``[0, C)``.
         covariance: feature covariance of each class.
-        covariance_index: which covariance each sample uses, if not that of its target;
+        covariance_index: which covariance each sample uses, by default that of its target;
             ``torch.arange(N)`` for one covariance per sample.
 
     Shape:
@@ -38,7 +38,7 @@ def full_quadratic(
     """
     weight = weight - weight.mean(0)  # margins do not change; avoids cancellation in float32
     slot = target if covariance_index is None else covariance_index
-    if len(covariance) > len(slot):  # one per sample is less than all of them
+    if len(covariance) > len(slot):  # one per sample is fewer than all of them
         covariance, slot = covariance[slot], torch.arange(len(slot), device=slot.device)
     # bmm: the broadcast matmul would copy every covariance
     product = torch.bmm(weight.expand(len(covariance), *weight.shape), covariance)  # (P, C, A)
@@ -57,7 +57,7 @@ def diagonal_quadratic(
         weight: rows of the final linear layer.
         target: class indices in ``[0, C)``.
         variance: feature variances of each class.
-        covariance_index: which variances each sample uses, if not those of its target.
+        covariance_index: which variances each sample uses, by default those of its target.
 
     Shape:
         weight (C, A), target (N,), variance (C, A), covariance_index (N,); output (N, C).
@@ -70,7 +70,7 @@ def diagonal_quadratic(
     offset = (scaled * target_weight).sum(1, keepdim=True)  # (N, 1)
     rows = scale @ weight.square().T - 2 * (scaled @ weight.T) + offset
     is_target = target[:, None] == torch.arange(len(weight), device=weight.device)
-    return torch.where(is_target, 0.0, rows)  # rounding errors would leave more or less than 0
+    return torch.where(is_target, 0.0, rows)  # exactly 0 in spite of rounding errors
 
 
 def shared_quadratic(weight: Tensor, target: Tensor, covariance: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def _margin_variance(gram: Tensor, slot: Tensor, target: Tensor) -> Tensor:
     """Var(z_j − z_y) from the covariance of the logits; exactly 0 for j = y.
 
     Shape:
-        gram (P, C, C), slot (N,) of the matrix of each sample, target (N,); output (N, C).
+        gram (P, C, C), slot (N,), the matrix of each sample, target (N,); output (N, C).
     """
     variance = gram.diagonal(dim1=1, dim2=2)  # (P, C)
     cross, mirrored = gram[slot, target], gram.mT[slot, target]  # (N, C), equal if Σ is symmetric

@@ -1,1 +1,1 @@
-"""Training frameworks: each file imports its framework, and nothing else in isda does."""
+"""Integrations with training frameworks, which no other part of isda imports."""

@@ -1,4 +1,4 @@
-"""Lightning: λ over the steps of the Trainer, logged, and the criterion's state in its checkpoints.
+"""Lightning: ramps and logs λ, and saves the criterion's state in the Trainer's checkpoints.
 
 >>> class Classifier(LightningModule):
 ...     def __init__(self):
@@ -29,23 +29,23 @@ __all__ = ["ISDACallback"]
 
 
 class ISDACallback(Callback):
-    """A criterion that is called with ``(logits, target)``, and a callback of the Trainer.
+    """A criterion called with ``(logits, target)`` that is also a callback of the Trainer.
 
-    * ``total_steps`` comes from ``trainer.estimated_stepping_batches``, unless it is set. Every
-      ``fit`` that starts at its first step has its own ramp of λ.
+    * Unless ``total_steps`` is set, it is derived from ``trainer.estimated_stepping_batches``, and
+      every ``fit`` that starts at step 0 restarts the ramp of λ.
     * ``isda/strength`` (λ) and ``isda/quadratic`` (mean of the quadratic term over the classes and
       the samples of a batch) are logged.
-    * The state is part of the Trainer's checkpoints. A checkpoint without it raises, because λ and
-      the statistics would start again.
+    * The state is saved in the Trainer's checkpoints. Resuming from a checkpoint without it raises
+      an error, because λ and the statistics would start over.
     * It is not a submodule of the LightningModule, so that weight averaging does not average the
-      statistics, DistributedDataParallel does not broadcast them with each batch, and
+      statistics, DistributedDataParallel does not broadcast them for each batch, and
       ``load_from_checkpoint`` works without them.
-    * Where Lightning computes a loss but does not train, the loss is ordinary cross entropy and
-      changes neither statistics nor steps: in the last epoch of ``StochasticWeightAveraging``,
-      which updates batch norm, and while ``Tuner`` searches for a learning rate or a batch size.
+    * Where Lightning computes a loss without training, the loss is ordinary cross entropy and does
+      not change statistics or steps: in the last epoch of ``StochasticWeightAveraging``, which
+      updates batch norm, and while ``Tuner`` searches for a learning rate or a batch size.
 
     Args:
-        criterion: attached to the model.
+        criterion: the criterion attached to the model.
     """
 
     def __init__(self, criterion: AttachedLoss) -> None:
@@ -90,7 +90,7 @@ class ISDACallback(Callback):
             )
         if trainer.world_size > 1 and isinstance(self.criterion.estimator, ShardedCovariance):
             raise ValueError(
-                "ShardedCovariance cannot be saved in Lightning's checkpoints, which rank 0 "
+                "ShardedCovariance cannot be saved in Lightning's checkpoints, which only rank 0 "
                 'writes: use covariance="full" or "diagonal"'
             )
 
@@ -143,9 +143,9 @@ class ISDACallback(Callback):
     ) -> None:
         if trainer.state.fn == "fit" and self.state_key not in checkpoint.get("callbacks", {}):
             raise ValueError(
-                "the checkpoint has no state of the criterion, so that λ and the statistics would "
-                "start again: resume from one that was saved with ISDACallback, or load the "
-                "weights alone with load_from_checkpoint"
+                "the checkpoint does not contain the criterion's state, so λ and the statistics "
+                "would start over: resume from one that was saved with ISDACallback, or load only "
+                "the weights with load_from_checkpoint"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class ISDACallback(Callback):
 
 
 def _num_epochs(trainer: Trainer) -> int:
-    """Number of epochs that train; ``StochasticWeightAveraging`` adds one to update batch norm."""
+    """Number of training epochs; ``StochasticWeightAveraging`` adds one to update batch norm."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     averages = [each for each in callbacks if isinstance(each, StochasticWeightAveraging)]
     return min((each.swa_end + 1 for each in averages), default=sys.maxsize)

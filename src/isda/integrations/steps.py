@@ -1,4 +1,4 @@
-"""What the integrations share: a check of the criterion, and its number of steps, one per batch."""
+"""Shared by the integrations: a check of the criterion, and its number of steps, one per batch."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ __all__ = ["count_batches", "require_isda"]
 
 
 def count_batches(updates: int, batches_per_epoch: int | None, accumulation: int) -> int:
-    """Number of batches of a training with gradient accumulation.
+    """Number of batches of a training run with gradient accumulation.
 
     Args:
-        updates: number of steps of the optimiser.
-        batches_per_epoch: number of batches of an epoch; None if it is unknown.
-        accumulation: number of batches of an update; the last one of an epoch may have fewer.
+        updates: number of optimiser steps.
+        batches_per_epoch: number of batches per epoch; None if unknown.
+        accumulation: number of batches per optimiser step; the last one of an epoch may have fewer.
 
     Example:
         >>> count_batches(6, 10, 4)  # two epochs of 4 + 4 + 2 batches
@@ -27,6 +27,6 @@ def count_batches(updates: int, batches_per_epoch: int | None, accumulation: int
 
 
 def require_isda(criterion: Any) -> None:
-    """Raise ValueError unless :func:`isda.attach` created a criterion with a loss of isda."""
+    """Raise ValueError unless :func:`isda.attach` created the criterion with a loss of isda."""
     if not isinstance(criterion, AttachedLoss) or not isinstance(criterion.criterion, Criterion):
         raise ValueError(f"criterion must be created by isda.attach(model, …), got {criterion!r}")

@@ -24,8 +24,8 @@ class ISDATask(ClassificationTask):
     """``timm.task.ClassificationTask`` with ISDA.
 
     Label smoothing, class weights and soft targets of the criterion are kept. The state of ISDA is
-    the ``task_state`` of timm's checkpoints. Resuming from a checkpoint without one raises, because
-    λ and the statistics would start again.
+    saved as ``task_state`` in timm's checkpoints. Resuming from a checkpoint without it raises an
+    error, because λ and the statistics would start over.
 
     Args:
         model: the model to train.
@@ -33,8 +33,8 @@ class ISDATask(ClassificationTask):
             ``LabelSmoothingCrossEntropy`` or ``SoftTargetCrossEntropy``.
         device: see ``ClassificationTask``.
         dtype: see ``ClassificationTask``.
-        verbose: log what is trained.
-        options: of :func:`isda.attach`, such as ``lambda_0`` and ``covariance``.
+        verbose: log the criterion.
+        options: options of :func:`isda.attach`, such as ``lambda_0`` and ``covariance``.
     """
 
     criterion: isda.AttachedLoss
@@ -51,8 +51,8 @@ class ISDATask(ClassificationTask):
         attached = isda.attach(model, **{**_options_of(criterion), **options})
         if isinstance(attached.estimator, ShardedCovariance):
             raise ValueError(
-                "ShardedCovariance cannot be saved in timm's checkpoints, which rank 0 writes: use "
-                'covariance="full" or "diagonal"'
+                "ShardedCovariance cannot be saved in timm's checkpoints, which only rank 0 "
+                'writes: use covariance="full" or "diagonal"'
             )
         super().__init__(model, attached, device=device, dtype=dtype, verbose=False)
         if verbose:
@@ -60,7 +60,7 @@ class ISDATask(ClassificationTask):
 
     @property
     def total_steps(self) -> int | None:
-        """Number of batches of the whole training; set it before the first one."""
+        """Total number of training batches; set it before the first one."""
         return self.criterion.total_steps
 
     @total_steps.setter
@@ -77,19 +77,19 @@ class ISDATask(ClassificationTask):
         module: nn.Module | None = None,
         ema: bool = False,
     ) -> None:
-        if ema:  # an average of the weights has no statistics
+        if ema:  # averaged weights have no statistics
             return
         if not state:
             raise ValueError(
-                "the checkpoint has no state of the criterion, so that λ and the statistics would "
-                "start again: resume from one that was saved with ISDATask, or load the weights "
-                "alone with --initial-checkpoint"
+                "the checkpoint does not contain the criterion's state, so λ and the statistics "
+                "would start over: resume from one that was saved with ISDATask, or load only the "
+                "weights with --initial-checkpoint"
             )
         self.criterion.load_state_dict(state, strict=strict)
 
 
 def _options_of(criterion: nn.Module) -> dict[str, Any]:
-    """Options of :func:`isda.attach` that keep what a loss does besides cross entropy."""
+    """Options of :func:`isda.attach` that are equivalent to those of a loss."""
     if isinstance(criterion, nn.CrossEntropyLoss):
         names = ("weight", "label_smoothing", "ignore_index", "reduction")
         return {name: getattr(criterion, name) for name in names}

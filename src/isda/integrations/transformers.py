@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: the loss in its normalisation, λ over its steps, state in its checkpoints.
+"""Hugging Face Trainer: normalises the loss, ramps λ, and saves the state in checkpoints.
 
 >>> criterion = isda.attach(model, lambda_0=0.5)
 >>> trainer = Trainer(
@@ -38,15 +38,15 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
     """Function for ``Trainer(compute_loss_func=…)``.
 
     The Trainer expects the sum of the losses divided by ``num_items_in_batch``, the number of
-    labels of all accumulated batches and ranks. A mean over each batch, such as
-    ``criterion(outputs.logits, labels)``, would be multiplied by their number. Class weights do not
-    change the divisor, as in the losses of transformers.
+    labels in all accumulated batches on all ranks. With a mean over each batch, such as
+    ``criterion(outputs.logits, labels)``, the loss would be multiplied by the number of batches.
+    Class weights do not change the divisor, as in the losses of transformers.
 
     Logits (N, C, h, w) of label maps (N, H, W) are resized bilinearly, as the segmentation models
     of transformers do for their own loss.
 
     Args:
-        criterion: attached to the model, with ``reduction="mean"``.
+        criterion: the criterion attached to the model, with ``reduction="mean"``.
     """
     require_isda(criterion)
     inner: Any = criterion.criterion
@@ -58,7 +58,7 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
         )
     if inner.reduction != "mean":
         raise ValueError(
-            "reduction must be 'mean', which loss_func replaces by the Trainer's normalisation, "
+            "reduction must be 'mean', which loss_func replaces with the Trainer's normalisation, "
             f"got {inner.reduction!r}"
         )
 
@@ -70,7 +70,7 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
         else:
             logits = outputs.logits if hasattr(outputs, "logits") else outputs[0]
         if labels is None:
-            raise ValueError('labels must be in the batch as "labels", found none')
+            raise ValueError('the batch must contain "labels", got None')
         maps = logits.dim() == 4 and labels.dim() == 3
         if maps and logits.shape[2:] != labels.shape[1:]:
             logits = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=False)
@@ -92,14 +92,14 @@ def loss_func(criterion: AttachedLoss) -> Callable[..., Tensor]:
 class ISDACallback(TrainerCallback):
     """Sets ``total_steps`` and keeps the state of the criterion in the Trainer's checkpoints.
 
-    Unless you have set ``total_steps``, each ``trainer.train()`` that starts at its first step sets
-    it and has its own ramp of λ. Every checkpoint folder gets a file ``isda.pt``. Resuming without
-    it raises, because λ and the statistics would start again.
+    Unless you have set ``total_steps``, each ``trainer.train()`` sets it and, if it starts at step
+    0, restarts the ramp of λ. The state is saved as ``isda.pt`` in every checkpoint folder.
+    Resuming without it raises an error, because λ and the statistics would start over.
 
     Args:
-        criterion: the attached criterion.
-        resume_from_checkpoint: the folder that is passed to ``trainer.train()``; needed only if it
-            is not in ``output_dir``, because the Trainer does not tell its callbacks.
+        criterion: the criterion attached to the model.
+        resume_from_checkpoint: the folder that is passed to ``trainer.train()``. Only needed if it
+            is not in ``output_dir``, because the Trainer does not pass it on to callbacks.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ISDACallback(TrainerCallback):
             return
         if self._first_step == int(self.criterion.criterion.step):
             raise ValueError(
-                "the Trainer made a step without the criterion: pass "
+                "the Trainer ran a step without calling the criterion: pass "
                 "compute_loss_func=loss_func(criterion) to it"
             )
         self._first_step = None  # compared once, because it synchronises
@@ -161,11 +161,11 @@ class ISDACallback(TrainerCallback):
         file.with_suffix(".new").replace(file)
 
     def _check(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        """Raise ValueError for a training whose loss would not be the one that was asked for."""
+        """Raise ValueError if the training loss would not be the requested one."""
         if state.is_hyper_param_search:
             raise ValueError(
                 "ISDACallback cannot be used in trainer.hyperparameter_search, whose trials would "
-                "share one criterion: train each trial with a Trainer of its own"
+                "share one criterion: create a separate Trainer for each trial"
             )
         smoothing = getattr(self.criterion.criterion, "label_smoothing", 0.0)
         if args.label_smoothing_factor not in (0.0, smoothing):
@@ -177,7 +177,7 @@ class ISDACallback(TrainerCallback):
         if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             raise ValueError(
                 f"{type(model).__name__} is a language model, whose labels are shifted by one "
-                "token, which loss_func does not do: use a model for classification"
+                "token, which loss_func does not do: use a classification model"
             )
 
     def _load(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -189,7 +189,7 @@ class ISDACallback(TrainerCallback):
         file = folder / self._file_name()
         if not file.exists() or not _is_state_of(folder, state):
             raise ValueError(
-                f"the training is resumed at step {state.global_step}, but the state of the "
+                f"training is resumed at step {state.global_step}, but the state of the "
                 f"criterion is not in {folder}: pass ISDACallback(criterion, "
                 "resume_from_checkpoint=…) if the checkpoint is elsewhere; to start ISDA from a "
                 "checkpoint without it, load the model with from_pretrained instead of resuming"

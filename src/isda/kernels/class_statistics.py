@@ -14,14 +14,14 @@ from isda.kernels.sizes import blocks, power_of_2, round_up
 __all__ = ["Classes", "class_statistics"]
 
 _TILE = 8192  # elements that a program holds at a time
-_MANY = 2048  # samples, such as pixels, from which on they are sorted by class first
+_MANY = 2048  # more samples than this, such as pixels, are first sorted by class
 
 
 class Classes(NamedTuple):
-    """The classes of a batch in slots, and what the update of their covariances needs.
+    """The classes of a batch in slots, and the inputs for updating their covariances.
 
-    With N >= C, the slot of a class is its own index; with N < C it is the position of its first
-    sample when sorted by class. Either way there are P = min(N, C) slots.
+    With N >= C, the slot of a class is its index; with N < C, it is the position of its first
+    sample when sorted by class. In both cases, there are P = min(N, C) slots.
     """
 
     classes: Tensor  # (P,) class in each slot, −1 in unused ones
@@ -29,7 +29,7 @@ class Classes(NamedTuple):
     batch_count: Tensor  # (C,)
     start: Tensor  # (C,) first row of each class
     share: Tensor  # (C,) weight of the batch in the merged moments
-    rows: Tensor  # (N + P, A') those of class c from start on: Σ_new = (1 − share) Σ + rowsᵀ rows
+    rows: Tensor  # (N + P, A') rows of class c from its start: Σ_new = (1 − share) Σ + rowsᵀ rows
 
 
 def class_statistics(
@@ -40,16 +40,16 @@ def class_statistics(
     features: Tensor | None = None,
     decay: float = 1.0,
 ) -> Classes:
-    """Find the classes of a batch and, given moments and features, merge it into the means.
+    """Find the classes of a batch and, with moments and features, merge it into the means.
 
-    With variances, all of the moments are updated. With covariances, the count is left to the
-    update of the covariances, for which the rows are written, padded to A', a multiple of 16.
+    With variances, all moments are updated. With covariances, the covariance update also updates
+    the count; the rows that it needs are written here, padded to A', a multiple of 16.
 
     Args:
-        target: class indices of the batch; negative for samples to be skipped.
+        target: class indices of the batch; negative for skipped samples.
         num_classes: number of classes.
         moments: statistics so far, updated in place.
-        features: of the batch.
+        features: features of the batch.
         decay: see ``isda.functional.merge_moments``.
 
     Shape:
@@ -82,7 +82,7 @@ def class_statistics(
     unused = result.share
     count, mean, variance = (unused, unused, unused) if moments is None else moments
     ordered = merge and samples > _MANY
-    # narrow programs, so that there are many, each of which reads a moderate number of samples
+    # narrow blocks, so that there are many programs that each read a moderate number of samples
     features_block = 64 if width <= 128 else 128 if num_classes * width <= 2**18 else 512
     _class_statistics[(num_classes, blocks(width, features_block))](
         target.contiguous(),
@@ -171,7 +171,7 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * features_block + tl.arange(0, features_block)
     inside = column < num_features
     line = label.to(tl.int64) * num_features + column
-    # loaded ahead of the loop, so that the latencies overlap
+    # loaded before the loop, so that the latencies overlap
     seen = tl.load(count + label) + number
     old_mean = tl.load(mean + line, mask=inside, other=0.0)
     summed = tl.zeros((features_block,), dtype=tl.float32)
@@ -190,7 +190,7 @@ def _class_statistics(  # type: ignore[no-untyped-def]
     amount = tl.cast(number, tl.float32)
     # a GPU may round x / x to more than 1, and 1 − weight must not be negative
     weight = tl.minimum(amount / seen.to(tl.float32), 1.0)
-    if fade:  # in float64, because the difference to 1 may be small
+    if fade:  # in float64, because the difference from 1 may be small
         least = 1.0 - tl.exp(tl.cast(number, tl.float64) * log_decay)
         weight = tl.maximum(weight, least.to(tl.float32))
     if tl.program_id(1) == 0:
@@ -249,7 +249,7 @@ def _sample(order, position, end, ordered: tl.constexpr):  # type: ignore[no-unt
 def _fill_slots(  # type: ignore[no-untyped-def]
     classes, label, number, before, total, num_classes, slots, block: tl.constexpr
 ):
-    """Write the class into the slot of its first sample, and −1 into those of the others."""
+    """Write the class into the slot of its first sample, and −1 into the slots of the others."""
     if slots == num_classes:
         tl.store(classes + label, tl.where(number > 0, label, -1))
     else:
@@ -257,7 +257,7 @@ def _fill_slots(  # type: ignore[no-untyped-def]
             place = first + tl.arange(0, block)
             value = tl.where(place == 0, label, -1)
             tl.store(classes + before + place, value, mask=place < number)
-        if label == 0:  # the slots behind the last class
+        if label == 0:  # the slots after the last class
             for first in range(0, slots - total, block):
                 place = total + first + tl.arange(0, block)
                 tl.store(classes + place, place * 0 - 1, mask=place < slots)

@@ -1,7 +1,7 @@
 """Update of full covariances (Eq. 10).
 
-They are symmetric: one half is read, both are written. If asked for, the update also leaves copies
-in bfloat16, which ``products.py`` multiplies.
+Covariances are symmetric: one half is read, both are written. Optionally, the update also writes
+copies in bfloat16, which ``many_classes.py`` multiplies.
 """
 
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ def launch_update(
     *,
     copies: Tensor | None = None,
 ) -> None:
-    """Merge the batch into some covariances and copy them to bfloat16, or do either.
+    """Merge the batch into some covariances, copy them to bfloat16, or both.
 
     Args:
-        covariance: of all classes.
+        covariance: covariances of all classes.
         found: statistics of the batch.
-        classes: those to be updated; negative ones are skipped.
-        count: of all classes, updated too; None to merge nothing.
-        copies: where to copy the covariances to; None to copy nothing.
+        classes: classes to update; negative ones are skipped.
+        count: counts of all classes, also updated; None for no merge.
+        copies: where to write the copies; None for no copies.
     """
     num_features = covariance.shape[1]
     if not len(classes):
@@ -73,7 +73,7 @@ def launch_update(
         *row_layout(covariance),
         found.rows.shape[1],
         merge=count is not None,
-        many=len(found.rows) > 32 * len(found.classes),  # so many that tl.dot pays
+        many=len(found.rows) > 32 * len(found.classes),  # enough for tl.dot to pay off
         parts=0 if copies is None else copies.shape[1] // num_features,
         block=_TILE,
     )
@@ -96,8 +96,8 @@ def require_regular_rows(covariance: Tensor) -> None:
 def row_layout(matrices: Tensor) -> tuple[int, int]:
     """Distance from one row to the next, and how many elements of a row may be accessed.
 
-    Padded rows, such as those of ``isda.FullCovariance``, can be accessed whole. The padding of the
-    last row may be missing, for example in a copy that torch.compile made.
+    Padded rows, such as those of ``isda.FullCovariance``, can be accessed including their padding,
+    unless that of the last row is missing, for example in a copy made by torch.compile.
     """
     number, rows, num_features = matrices.shape
     stride = matrices.stride(1)
@@ -195,7 +195,7 @@ def row_pointers(covariance, label, row, num_features, stride):  # type: ignore[
 def merge_rows(  # type: ignore[no-untyped-def]
     tile, line, first, last, row, column, stride, many: tl.constexpr
 ):
-    """Add the outer products of the rows of the batch from first to last to a tile."""
+    """Add the outer products of the batch rows ``[first, last)`` to a tile."""
     if many:  # sixteen at a time
         for chunk in range(first, last, 16):
             sample = chunk + tl.arange(0, 16)

@@ -1,4 +1,4 @@
-"""Shifted logits and cross entropy (Eq. 4): one kernel each way, and one for the mean."""
+"""Shifted logits and cross entropy (Eq. 4): one kernel per direction, and one for the mean."""
 
 import torch
 import triton
@@ -71,7 +71,7 @@ def cross_entropy_backward(
     scale: Tensor,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the logits and of the quadratic term (empty without one)."""
+    """Gradients of the logits and the quadratic term (empty if there is none)."""
     logits, target = logits.contiguous(), target.contiguous()
     number, num_classes = logits.shape
     if quadratic is not None:

@@ -1,7 +1,7 @@
 """Products of Eq. 4 for more than 256 classes, and the gradient of the weights.
 
-Here the products W Σ_c take most of the time: the update leaves copies of the covariances in
-bfloat16, some classes at a time, which cuBLAS multiplies.
+Here the products W Σ_c take most of the time. The update writes bfloat16 copies of the covariances,
+some classes at a time, and cuBLAS multiplies them.
 """
 
 import torch
@@ -17,7 +17,7 @@ from isda.kernels.split_weight import split_weight
 
 __all__ = ["gradient_of_copies", "multiply_copies"]
 
-_COPIED = 2**28  # elements of covariances that are copied at a time
+_COPIED = 2**28  # elements of covariances to copy at a time
 
 
 def multiply_copies(
@@ -28,12 +28,12 @@ def multiply_copies(
     precision: str,
     count: Tensor | None,
 ) -> None:
-    """Products of many classes by cuBLAS; with a count, the batch is merged first."""
+    """Products of many classes with cuBLAS; if a count is passed, the batch is merged first."""
     num_classes, num_features = weight.shape
     centred, high, low = split_weight(weight, 16)
     high, low = high[:num_classes, :num_features], low[:num_classes, :num_features]
     parts = 3 if precision == "high" else 1
-    factor = high if parts == 1 else torch.cat([high, high, low], 1)  # beside Σ's high, low, high
+    factor = high if parts == 1 else torch.cat([high, high, low], 1)  # to match Σ's high, low, high
     factor = factor.contiguous()
     chunk = max(_COPIED // (parts * num_features**2), 1)
     room = weight.new_empty(
@@ -89,11 +89,11 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
 def gradient_of_copies(
     factors: Tensor, product: Tensor, target_product: Tensor, classes: Tensor
 ) -> Tensor:
-    """Gradient of the weight in one pass over the products, which exceed the cache.
+    """Gradient of the weight in one pass over the products, which do not fit in the cache.
 
     Args:
         factors: 2 G_cj of each slot, and 0 for j = c.
-        product: this and the following: see ``kernels.Products``.
+        product: see ``kernels.Products``, also for the following arguments.
         target_product: (P, A).
         classes: (P,).
 
@@ -102,7 +102,7 @@ def gradient_of_copies(
     """
     result = factors.new_empty(product.shape[1:])
     slots, num_classes, num_features = product.shape
-    # one warp holds whole columns of a tile, so that it sums over rows without the factors
+    # one warp holds whole columns of a tile, so that it sums over rows without the other warps
     classes_block, features_block = 8, 256
     parts = blocks(num_classes, classes_block)
     partial = result.new_empty(parts, slots, num_features)
@@ -193,7 +193,7 @@ def _both_sums(  # type: ignore[no-untyped-def]
     classes_block: tl.constexpr,
     features_block: tl.constexpr,
 ):
-    """Sums over the slots for some rows j of the gradient, and over these j for all slots."""
+    """For some rows j of the gradient, sum over the slots; for all slots, sum over these j."""
     row = tl.program_id(0) * classes_block + tl.arange(0, classes_block)
     column = tl.program_id(1) * features_block + tl.arange(0, features_block)
     row_inside = row < num_classes
@@ -239,7 +239,7 @@ def _own_rows(  # type: ignore[no-untyped-def]
     parts_block: tl.constexpr,
     features_block: tl.constexpr,
 ):
-    """Subtract from row c of the gradient what the rows j of its slot have received."""
+    """Subtract from row c of the gradient what its slot has added to the rows j."""
     place = tl.program_id(0).to(tl.int64)
     label = tl.load(classes + place)
     if label < 0:

@@ -1,11 +1,11 @@
 """The operations in plain torch, for every device without Triton kernels.
 
-Covariances are updated in place and multiplied class by class, for the classes of the batch only.
+Covariances are updated in place and multiplied class by class, only for the classes of the batch.
 The results equal those of ``isda.functional``; the products are saved for the backward pass. The
 docstrings here also describe the Triton kernels, which have the same names.
 """
 
-# operators of torch 2.6 do not accept that of collections.abc
+# custom operators in torch 2.6 do not accept collections.abc.Sequence
 from typing import Sequence  # noqa: UP035
 
 import torch
@@ -52,24 +52,24 @@ def count_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Count a step; if its batch is bad, set the flag instead and skip all of its samples.
 
-    An operator, because torch.compile may recompute plain arithmetic in the backward pass, when the
-    step has been counted already (pytorch/pytorch#197039).
+    This is an operator because torch.compile may recompute plain arithmetic in the backward pass,
+    after the step has been counted (pytorch/pytorch#197039).
 
     Args:
-        step: number of steps so far, changed in place.
-        problem: the worst problem so far, changed in place.
+        step: number of steps so far, updated in place.
+        problem: the worst problem so far, updated in place.
         index: class indices of the samples of all ranks, from :func:`screen`.
         lambda_0: final strength λ₀.
-        total_steps: number of steps T of the whole training.
+        total_steps: total number of training steps T.
         world_size: number of ranks.
         mean: whether the loss is a mean.
 
     Returns:
-        the class indices; the factor of the sum of this rank's losses, 0 for a bad batch; and the
+        the class indices; the factor for the sum of this rank's losses, 0 for a bad batch; and the
         strength λ = λ₀ t/T before this step. For a mean the factor is ``world_size / number of
         samples of all ranks``, because DistributedDataParallel averages the gradients.
     """
-    worst = F.pad(index, (0, 1), value=SKIP).amin()  # an empty batch is good
+    worst = F.pad(index, (0, 1), value=SKIP).amin()  # an empty batch is valid
     found = SKIP - worst  # 0: none, 1: bad features, 2: bad target
     scale = torch.ones((), dtype=torch.float64, device=index.device)
     if mean:
@@ -84,12 +84,12 @@ def count_step(
 def flag_overflow(
     problem: Tensor, overflow: Tensor, loss: Tensor, quadratic: Tensor, strength: Tensor
 ) -> None:
-    """Set the flag if the loss is not finite, and keep what the message needs.
+    """Set the flag if the loss is not finite, and keep the values for the error message.
 
     Args:
-        problem: flag, changed in place unless it is set already.
-        overflow: λ and the largest quadratic term, changed in place together with the flag.
-        loss: one or more numbers.
+        problem: flag, updated in place unless already set.
+        overflow: λ and the largest quadratic term, updated in place together with the flag.
+        loss: one or more losses.
         quadratic: variance of every logit margin.
         strength: λ. The flag is not set at λ = 0, where the loss is ordinary cross entropy.
     """
@@ -107,8 +107,8 @@ def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: 
 
     Args:
         moments: :class:`isda.functional.Moments` with covariances or variances.
-        features: of the batch.
-        target: class indices; samples with a negative one are skipped.
+        features: features of the batch.
+        target: class indices; samples with a negative index are skipped.
         decay: see :func:`isda.functional.merge_moments`.
     """
     count, mean, covariance = moments
@@ -128,11 +128,11 @@ def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: 
     slot = slots.repeat_interleave(number)  # (N',)
     share = batch_share(count[present], number, decay, covariance.dtype)
     batch = features[order].to(covariance.dtype)
-    # float64: a running float32 sum stops growing after some millions of samples
+    # float64: a running float32 sum stops growing after a few million samples
     total = batch.new_zeros(len(present), batch.shape[1], dtype=torch.float64)
     batch_mean = total.index_add_(0, slot, batch.double()) / number[:, None]
     shift = (batch_mean - mean[present]).to(batch.dtype)  # (P, A)
-    # per class its scaled centred samples, then its scaled shift: one product gives both summands
+    # per class: scaled centred samples, then the scaled shift; one product yields both summands
     rows = batch.new_empty(len(order) + len(present), batch.shape[1])
     scale = (share / number).sqrt()[slot]
     rows[torch.arange(len(order), device=target.device) + slot] = (
@@ -147,7 +147,7 @@ def update_(moments: Sequence[Tensor], features: Tensor, target: Tensor, decay: 
 
 
 def empty_products(weight: Tensor, slots: int, precision: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Storage of the first three of ``Products``; the first is zero."""
+    """Storage for the first three fields of ``Products``; the first is zero."""
     num_classes, num_features = weight.shape
     return (
         weight.new_zeros(slots, 1, num_classes),
@@ -163,7 +163,7 @@ def multiply(covariance: Tensor, weight: Tensor, target: Tensor, precision: str)
         covariance: feature covariance of each class, symmetric.
         weight: rows of the final linear layer.
         target: class indices; negative ones are skipped.
-        precision: of the products on CUDA, see :class:`isda.FullCovariance`.
+        precision: precision of the products on CUDA, see :class:`isda.FullCovariance`.
 
     Shape:
         covariance (C', A, A) with C' <= C, weight (C, A), target (N,).
@@ -203,12 +203,12 @@ def quadratic_rows(
     slot: Tensor,
     classes: Tensor,
 ) -> Tensor:
-    """Quadratic term of every sample (N, C), 0 for skipped ones, with a gradient of the weight.
+    """Quadratic term of every sample (N, C), 0 for skipped ones, differentiable in the weight.
 
     Args:
         weight: rows of the final linear layer.
         target: class indices; negative ones are skipped.
-        partial: this and the following: see ``kernels.Products``.
+        partial: see ``kernels.Products``, also for the following arguments.
     """
     table = F.pad(partial.sum(1), (0, 0, 0, 1))  # (P + 1, C), the last row for skipped samples
     return table[torch.where(target >= 0, slot[target.clamp(min=0)], len(partial))]
@@ -223,9 +223,9 @@ def weight_gradient(
     slot: Tensor,
     classes: Tensor,
 ) -> Tensor:
-    """Gradient of the weight from that of the quadratic term (the quadratic part of Eq. 13).
+    """Gradient of the weight from the gradient of the quadratic term (quadratic part of Eq. 13).
 
-    The weight itself is not used. It is an argument so that second derivatives raise.
+    The weight is not used. It is an argument so that second derivatives raise an error.
 
     With G_c the sum of the gradients over the samples of class c and T_c = (W − w_c) Σ_c, row j
     gets 2 G_cj T_cj and row c gets −2 Σ_j G_cj T_cj. (The paper's row j = y_i is wrong for C > 2:

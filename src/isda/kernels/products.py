@@ -1,13 +1,14 @@
 """Products (W − w_c) Σ_c of Eq. 4 for the classes of a batch, fused with the update of Σ_c.
 
-Up to 256 classes, one kernel does both. A program holds a block of rows of one Σ_c and iterates
+For up to 256 classes, one kernel does both. A program holds a block of rows of one Σ_c and iterates
 over the columns. Every tile is read once, merged with the batch (Eq. 10), written once, and
 multiplied with the weights of all classes while it is in registers. (Classes with many samples are
-merged by the kernel of the update first.) With more classes see ``many_classes.py``.
+first merged by the update kernel.) For more classes, see ``many_classes.py``.
 
-Products run on tensor cores in bfloat16. With precision "high" each float32 is the sum of two
-(relative error of a product about 2⁻¹⁶), with "medium" it is rounded to one (2⁻⁸). They are
-accumulated in float32 and, with "medium", kept in bfloat16. Statistics are float32 throughout.
+Products run on tensor cores in bfloat16. With precision "high", each float32 is split into two
+bfloat16 values (relative error of a product about 2⁻¹⁶); with "medium", it is rounded to one (2⁻⁸).
+Products are accumulated in float32 and, with "medium", stored in bfloat16. Statistics are always
+float32.
 """
 
 import functools
@@ -35,8 +36,8 @@ from isda.kernels.split_weight import COLUMNS, split_weight
 
 __all__ = ["empty_products", "multiply", "update_and_multiply_"]
 
-_CLASSES = 256  # most classes that the fused kernel takes
-_BATCH_ROWS = 4  # rows of a class that the fused kernel merges on the way
+_CLASSES = 256  # maximum number of classes for the fused kernel
+_BATCH_ROWS = 4  # rows of a class that the fused kernel merges in its main loop
 
 
 def multiply(covariance: Tensor, weight: Tensor, target: Tensor, precision: str) -> Products:
@@ -87,7 +88,7 @@ class _Tiles(NamedTuple):
     rows: int
     columns: int
     warps: int
-    stages: int  # most tiles in flight
+    stages: int  # maximum number of tiles in flight
 
 
 def _tiles(num_features: int, precision: str) -> _Tiles:
@@ -106,7 +107,7 @@ def _multiply(
     precision: str,
     count: Tensor | None,
 ) -> Products:
-    """Products for the classes of the batch; with a count, the batch is merged first."""
+    """Products for the classes of the batch; if a count is passed, the batch is merged first."""
     weight = weight.contiguous()
     empty = empty_products(weight, len(found.classes), precision)
     result = Products(*empty, found.slot, found.classes)
@@ -273,7 +274,7 @@ def _update_and_multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _batch_row(line, sample, number, element, rows_stride):  # type: ignore[no-untyped-def]
-    """Elements of a row of the batch of a class, 0 if the class has fewer rows."""
+    """Elements of a batch row of a class, 0 if the class has fewer rows."""
     inside = element < tl.where(number >= sample, rows_stride, 0)
     return tl.load(line + sample * rows_stride + element, mask=inside, other=0.0)
 

@@ -1,4 +1,4 @@
-"""Which samples of a batch count, whether all are valid, and whether the loss is finite."""
+"""Check which samples are valid, count steps, and check that the loss is finite."""
 
 import torch
 import triton

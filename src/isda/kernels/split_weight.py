@@ -1,4 +1,4 @@
-"""The centred weights as sums of two bfloat16, for products on tensor cores."""
+"""The centred weights split into two bfloat16 terms, for products on tensor cores."""
 
 import torch
 import triton
@@ -9,11 +9,11 @@ from isda.kernels.sizes import power_of_2, round_up
 
 __all__ = ["COLUMNS", "split_weight"]
 
-COLUMNS = 64  # most columns of a covariance in a tile; the weights are padded to a multiple of it
+COLUMNS = 64  # maximum columns of a covariance in a tile; weights are padded to a multiple
 
 
 def split_weight(weight: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight minus its mean over the classes, also as a sum of two bfloat16, padded."""
+    """Weight minus its mean over the classes, also split into two bfloat16 terms, padded."""
     num_classes, num_features = weight.shape
     padded_classes, padded = round_up(num_classes, block), round_up(num_features, COLUMNS)
     high, low = (weight.new_empty(padded_classes, padded, dtype=torch.bfloat16) for _ in range(2))

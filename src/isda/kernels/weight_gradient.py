@@ -1,4 +1,4 @@
-"""From the products of the classes to the samples, and from their gradients to the weights.
+"""Quadratic terms of the samples from the products of the classes, and the weight gradient.
 
 The products are those of ``products.py``; each class of the batch has a slot.
 """
@@ -124,7 +124,7 @@ def _sum_gradients(  # type: ignore[no-untyped-def]
 ):
     """Twice the sum of the gradients over the samples of a class, 0 at the class itself."""
     label = tl.load(classes + tl.program_id(0))
-    wanted = tl.where(label < 0, -(2**30), label)  # which no sample has
+    wanted = tl.where(label < 0, -(2**30), label)  # a label that no sample has
     column = tl.arange(0, block)
     total = tl.zeros((block,), dtype=tl.float32)
     for first in range(0, num_samples, samples_block):
