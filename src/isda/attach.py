@@ -170,7 +170,7 @@ class AttachedLoss(nn.Module):
         tensors = isinstance(logits, Tensor) and isinstance(target, Tensor)
         named = index is None or isinstance(index, Tensor)
         if not tensors or not logits.is_floating_point() or not named:
-            self._refuse()
+            self._notify_ranks()
             raise checks.argument_error(logits, target, index)
         is_new, training = self._captures[0].is_new, self.training
         features, parameters = [], []
@@ -192,7 +192,7 @@ class AttachedLoss(nn.Module):
         try:
             rows = self._pair(features, logits, target, weight, bias)
         except ValueError:
-            self._refuse()
+            self._notify_ranks()
             raise
         if index is not None:
             options["covariance_index"] = index.flatten()
@@ -297,11 +297,11 @@ class AttachedLoss(nn.Module):
         for handle in self._handles:
             weakref.finalize(self, handle.remove).atexit = False
 
-    def _refuse(self) -> None:
+    def _notify_ranks(self) -> None:
         """Make the other ranks raise too, instead of waiting for this one."""
         training = self.training and all(head.training for head in self.heads)
-        if training and hasattr(self.criterion, "refuse"):
-            self.criterion.refuse()
+        if training and hasattr(self.criterion, "notify_ranks"):
+            self.criterion.notify_ranks()
 
     def _evaluate(
         self, logits: Tensor, target: Tensor, options: dict[str, Any], *, is_new: bool

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 __all__ = [
     "BAD_FEATURES",
     "BAD_TARGET",
+    "FEATURE_LIMIT",
     "HAS_BAD_FEATURES",
     "HAS_BAD_TARGET",
-    "LARGEST",
     "MISMATCH",
     "OVERFLOW",
-    "REFUSED",
+    "REJECTED",
     "SKIP",
     "argument_error",
     "known_on_host",
@@ -44,14 +44,14 @@ __all__ = [
 SKIP, BAD_FEATURES, BAD_TARGET = -1, -2, -3
 """Class indices that mark skipped samples, bad features, and bad targets."""
 
-HAS_BAD_FEATURES, HAS_BAD_TARGET, REFUSED, OVERFLOW = 1, 2, 3, 4
+HAS_BAD_FEATURES, HAS_BAD_TARGET, REJECTED, OVERFLOW = 1, 2, 3, 4
 """Problem codes.
 
-The first two are SKIP minus the class index that marks such a sample. REFUSED means that another
+The first two are SKIP minus the class index that marks such a sample. REJECTED means that another
 rank rejected its batch, OVERFLOW that a loss is not finite.
 """
 
-LARGEST = 1e15
+FEATURE_LIMIT = 1e15
 """Features of this magnitude or more are rejected: their squares may sum to inf in float32."""
 
 _REQUIRED = ("features", "target", "weight")
@@ -227,12 +227,12 @@ def problem_message(problem: int, num_classes: int, ignore_index: int) -> str:
     """Error message for a problem code."""
     if problem == OVERFLOW:
         return "the loss on another rank is no longer finite; see its error"
-    if problem == REFUSED:
+    if problem == REJECTED:
         return "another rank rejected its batch; see its error. No state was changed on any rank"
     if problem == HAS_BAD_FEATURES:
         return (
-            f"features must be finite: found NaN or magnitudes of {LARGEST:g} or more; the batch "
-            "was left out of the statistics"
+            f"features must be finite: found NaN or magnitudes of {FEATURE_LIMIT:g} or more; the "
+            "batch was left out of the statistics"
         )
     return (
         f"target must be in [0, {num_classes}) or equal ignore_index={ignore_index}: found a class "

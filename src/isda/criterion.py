@@ -72,7 +72,7 @@ class Criterion(nn.Module):
     def total_steps(self, total_steps: int | None) -> None:
         checks.require_total_steps(total_steps)
         self._total_steps = None if total_steps is None else int(total_steps)
-        self._last_step = math.inf if total_steps is None else int(total_steps)  # later steps warn
+        self._warn_after = math.inf if total_steps is None else int(total_steps)  # later steps warn
 
     @property
     def strength(self) -> float:
@@ -94,10 +94,10 @@ class Criterion(nn.Module):
         self.estimator.grow(num_classes)
         self.num_classes = num_classes
 
-    def refuse(self) -> None:
+    def notify_ranks(self) -> None:
         """Make the other ranks raise too, instead of waiting for the batch of this rank."""
         if self.synchronize and not torch.compiler.is_compiling():
-            distributed.agree(0, checks.REFUSED, self.process_group)
+            distributed.agree(0, checks.REJECTED, self.process_group)
 
     def extra_repr(self) -> str:
         weight = None if self.weight is None else f"tensor of shape ({self.num_classes},)"
@@ -111,11 +111,11 @@ class Criterion(nn.Module):
             f"synchronize={self.synchronize}, process_group={group}"
         )
 
-    def _require_call(self, exchange: bool, **arguments: Any) -> None:
+    def _require_call(self, ranks_wait: bool, **arguments: Any) -> None:
         """Raise for arguments of the wrong type, device, dtype or shape.
 
         Args:
-            exchange: whether the other ranks wait for this one, and must therefore raise too.
+            ranks_wait: whether the other ranks wait for this one, and must therefore raise too.
             arguments: see :func:`isda.checks.require_call`.
         """
         try:
@@ -125,8 +125,8 @@ class Criterion(nn.Module):
             if arguments.get("covariance_index") is not None:
                 require_covariance_index(self.estimator)
         except (TypeError, ValueError):
-            if exchange:
-                self.refuse()
+            if ranks_wait:
+                self.notify_ranks()
             raise
 
     def _logits(self, features: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -135,7 +135,7 @@ class Criterion(nn.Module):
             return F.linear(features.movedim(1, -1), weight, bias).movedim(-1, 1)
         except RuntimeError:  # different dtypes, or out of memory
             if self.training:
-                self.refuse()
+                self.notify_ranks()
             raise
 
     def _strength_at(self, step: Tensor, progress: float | Tensor | None) -> Tensor:
@@ -151,7 +151,7 @@ class Criterion(nn.Module):
 
     def _warn_of_steps(self) -> None:
         """Warn once that the step count exceeds ``total_steps``."""
-        self._last_step = math.inf
+        self._warn_after = math.inf
         checks.warn(
             f"the criterion has counted {int(self.step)} steps, more than "
             f"total_steps={self._total_steps}, so λ stays at lambda_0. Every call in training mode "

@@ -38,7 +38,7 @@ class Capture:
         # weight and bias in this pass, which torch.func.functional_call may have replaced; None if
         # a parametrization computes the weight
         self.parameters: tuple[Tensor, Tensor | None] | None = None
-        self.missing = "never"  # why there are no features
+        self.missing_reason = "never"  # why there are no features
         self.has_tokens = False  # whether the last input had more than two dimensions
         self.is_new = False  # whether the layer has run, in any mode, since the last loss
 
@@ -55,14 +55,14 @@ class Capture:
         features = (*inputs, *(named or {}).values())[0]
         self.has_tokens, self.is_new = features.dim() > 2, True
         if not module.training:
-            self.features, self.missing = None, "eval"
+            self.features, self.missing_reason = None, "eval"
             return
         if distributed.is_sharded(features):
             raise ValueError(
                 "the input of the attached layer must be a plain tensor, got a DTensor: gather "
                 "it before the layer (tensor parallelism is not supported)"
             )
-        self.features, self.missing = features, "used"  # the reason after they are taken
+        self.features, self.missing_reason = features, "used"  # the reason after they are taken
         weight = module._parameters.get("weight")
         self.parameters = None if weight is None else (weight, module._parameters["bias"])
 
@@ -72,12 +72,12 @@ class Capture:
             return "the criterion must be called outside of a checkpointed function"
         return (
             "logits must come from a forward pass of the attached model in training mode: "
-            + _MISSING[self.missing]
+            + _MISSING[self.missing_reason]
         )
 
     def remove(self) -> None:
         """Discard the input after the hook was removed."""
-        self.features, self.parameters, self.missing = None, None, "removed"
+        self.features, self.parameters, self.missing_reason = None, None, "removed"
 
     @property
     def __name__(self) -> str:  # torch.jit.script reads it first

@@ -184,7 +184,7 @@ class ISDALoss(Criterion):
             # with several ranks, all raise together in the next _gather
             if self.problem and (batch.world_size == 1 or self.problem != OVERFLOW):
                 self.check()
-            if self.step > self._last_step:
+            if self.step > self._warn_after:
                 self._warn_of_steps()
         return loss.view(positions) if self.reduction == "none" else loss
 
@@ -227,7 +227,7 @@ class ISDALoss(Criterion):
             ValueError: if a batch had bad features or a bad target and was left out.
             FloatingPointError: if a loss was not finite.
         """
-        if self.step > self._last_step:
+        if self.step > self._warn_after:
             self._warn_of_steps()
         problem = int(self.problem)
         if not problem:
@@ -303,7 +303,7 @@ class ISDALoss(Criterion):
         if progress is not None:
             strength = self._strength_at(self.step, progress)
             if update:
-                self._last_step = math.inf  # λ does not follow the step count
+                self._warn_after = math.inf  # λ does not follow the step count
         if self.weight is not None and self.reduction == "mean" and not target.is_floating_point():
             total = torch.where(index < 0, 0.0, self.weight.double()[index.clamp(min=0)]).sum()
             total = torch.where(total == 0, 1.0, total)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda import checks, distributed, functional
-from isda.checks import HAS_BAD_FEATURES, HAS_BAD_TARGET, LARGEST, OVERFLOW
+from isda.checks import FEATURE_LIMIT, HAS_BAD_FEATURES, HAS_BAD_TARGET, OVERFLOW
 from isda.covariance import Covariance, require_covariance_index
 from isda.criterion import Criterion, Ramp
 from isda.functional.losses import Reduction
@@ -122,7 +122,7 @@ class ISDABCEWithLogitsLoss(Criterion):
             step = self.step if update else (self.step - 1).clamp(min=0)
             strength = self._strength_at(step, progress)
             if progress is not None or self.ramp == "constant":
-                self._last_step = math.inf  # λ does not follow the step count
+                self._warn_after = math.inf  # λ does not follow the step count
             world_size = distributed.world_size(self.process_group) if self.synchronize else 1
             learn = update and not self.frozen
             self._update(features.detach(), target, world_size, learn)
@@ -141,7 +141,7 @@ class ISDABCEWithLogitsLoss(Criterion):
                 reduction="none" if self.reduction == "none" else "sum",
             )
             self._require_finite(loss, quadratic, strength, world_size)
-            if self.step > self._last_step:
+            if self.step > self._warn_after:
                 self._warn_of_steps()
             if self.reduction != "mean":
                 return loss
@@ -170,18 +170,18 @@ class ISDABCEWithLogitsLoss(Criterion):
         weight = None if self.pos_weight is None else f"tensor of shape ({self.num_classes},)"
         return f"{super().extra_repr()}, pos_weight={weight}"
 
-    def _require_call(self, exchange: bool, **arguments: Any) -> None:
+    def _require_call(self, ranks_wait: bool, **arguments: Any) -> None:
         features, target = arguments["features"], arguments["target"]
         tensors = isinstance(target, Tensor) and isinstance(features, Tensor)
         if tensors and (not target.is_floating_point() or features.dim() != 2):
-            if exchange:
-                self.refuse()
+            if ranks_wait:
+                self.notify_ranks()
             if not target.is_floating_point():
                 raise ValueError(
                     f"target must be floating point (0 or 1), got {target.dtype}: call .float()"
                 )
             raise ValueError(f"features must have shape (N, A), got {tuple(features.shape)}")
-        super()._require_call(exchange, **arguments)
+        super()._require_call(ranks_wait, **arguments)
 
     def _require_finite(
         self, loss: Tensor, quadratic: Tensor, strength: Tensor, world_size: int
@@ -200,7 +200,7 @@ class ISDABCEWithLogitsLoss(Criterion):
     def _update(self, features: Tensor, target: Tensor, world_size: int, learn: bool) -> None:
         """Merge every sample of all ranks into the statistics of each of its classes."""
         problem = 0
-        if not (features.abs() < LARGEST).all():  # false for NaN
+        if not (features.abs() < FEATURE_LIMIT).all():  # false for NaN
             problem = HAS_BAD_FEATURES
         if not ((target >= 0) & (target <= 1)).all():
             problem = HAS_BAD_TARGET

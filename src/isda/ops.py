@@ -171,12 +171,12 @@ def _register(
     """Register a function of ``kernels/plain.py`` and its CUDA counterpart as an operator."""
     name = function.__name__
     operator = custom_op(f"isda::{name}", function, mutates_args=mutates_args)
-    operator.register_kernel("cuda", functools.partial(_on_cuda, name))
+    operator.register_kernel("cuda", functools.partial(_dispatch_cuda, name))
     operator.register_fake(fake)
     return operator
 
 
-def _on_cuda(name: str, *args: Any) -> Any:
+def _dispatch_cuda(name: str, *args: Any) -> Any:
     """Call a Triton kernel on the device of its arguments, or fall back to plain torch."""
     first = args[0][2] if isinstance(args[0], list) else args[0]  # the covariance of moments
     function = getattr(_backend(first), name)

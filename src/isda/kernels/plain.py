@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from isda.checks import BAD_FEATURES, BAD_TARGET, LARGEST, OVERFLOW, SKIP
+from isda.checks import BAD_FEATURES, BAD_TARGET, FEATURE_LIMIT, OVERFLOW, SKIP
 from isda.functional.moments import Moments, batch_share, update_moments
 from isda.kernels import Products, ProductTensors
 
@@ -36,7 +36,7 @@ def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int
         features (N, A), target (N,); output (N,).
     """
     valid = (target >= 0) & (target < num_classes)
-    finite = (features.abs() < LARGEST).all(1)  # false for NaN
+    finite = (features.abs() < FEATURE_LIMIT).all(1)  # false for NaN
     index = torch.where(valid, torch.where(finite, target, BAD_FEATURES), BAD_TARGET)
     return torch.where(target == ignore_index, SKIP, index)
 

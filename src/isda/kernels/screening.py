@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isda.checks import LARGEST, OVERFLOW
+from isda.checks import FEATURE_LIMIT, OVERFLOW
 from isda.kernels.sizes import power_of_2
 
 __all__ = ["count_step", "flag_overflow", "screen"]
@@ -24,7 +24,7 @@ def screen(features: Tensor, target: Tensor, num_classes: int, ignore_index: int
             num_classes,
             width,
             ignore_index,
-            LARGEST,
+            FEATURE_LIMIT,
             block=min(power_of_2(width), 1024),
         )
     return index
