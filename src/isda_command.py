@@ -1,7 +1,7 @@
 """Entry point of the command ``isda``.
 
-Importing torch takes seconds. So this module imports nothing but the standard library: ``isda
---help`` answers at once, and Ctrl-C during the imports ends the command without a traceback.
+Importing torch takes seconds, so this module imports only the standard library: ``isda --help``
+responds at once, and Ctrl-C during the imports ends the command without a traceback.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ COMMANDS = {
     "compare": "Train with cross entropy and with ISDA, and compare over seeds.",
     "search": "Choose λ₀ on held-out training images, then train on all and test.",
     "calibrate": "Fit a temperature on held-out images; compare NLL and ECE.",
-    "table": "Show a table of the paper with our numbers, or train a cell of it.",
-    "queue": "Train all runs that a file of commands lists; skip finished ones.",
+    "table": "Show a table of the paper with our numbers, or train one cell.",
+    "queue": "Train the runs listed in a file of commands; skip finished ones.",
     "report": "Show all tables with our numbers, export records, update pages.",
     "weights": "Write the weights of a finished run, with a model card.",
     "cost": "Measure what ISDA adds to a training step in time and memory.",
-    "gan": "Train a GAN of Table 4, or measure one.",
-    "invert": "Show augmented features as pictures of a generator.",
+    "gan": "Train a GAN of Table 4, or measure its quality.",
+    "invert": "Show augmented features as pictures made by a generator.",
     "neighbours": "Show the training images nearest to augmented features.",
     "list": "Show all recipes with the paper's test error and ours.",
 }
-"""What the commands do, by name."""
+"""Description of each command."""
 
 USAGE = "\n".join(
     [
@@ -44,14 +44,14 @@ USAGE = "\n".join(
         "  isda compare --data imagefolder:photos --network timm:resnet18 --pretrained",
     ]
 )
-"""The answer to ``isda --help``."""
+"""The output of ``isda --help``."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; see :func:`isda.experiments.cli.main`.
 
-    Ctrl-C ends the process at once: every file is written under another name and renamed, and runs
-    continue from their checkpoints.
+    Ctrl-C ends the process at once. This is safe, because every file is written under a temporary
+    name and renamed, and runs resume from their checkpoints.
     """
     process = os.getpid()
 

@@ -6,7 +6,7 @@
 ``own_images``                           the default recipe for your own images
 ``published``                            every number that the paper prints
 ``data``                                 images, augmentation, random numbers
-``networks``                             the paper's networks, and those of timm, torchvision or
+``networks``                             the paper's networks, models of timm and torchvision, and
                                          your own
 ``losses``                               the losses that ISDA is compared with
 ``training``                             the loop, the step, run folders
@@ -14,9 +14,9 @@
 ``records``, ``metrics_lines``,          files with results, and how they are checked
 ``predictions``, ``calibration``,
 ``cost_records``
-``report``                               from records to tables, figures and pages
-``temperature``, ``theoretical_cost``    temperature scaling, and the cost of Table 1 in theory
-``recipe_checks``, ``errors``,           what the others share
+``report``                               tables, figures and pages made from records
+``temperature``, ``theoretical_cost``    temperature scaling, and the theoretical cost of Table 1
+``recipe_checks``, ``errors``,           what the other modules share
 ``files``
 =======================================  ===========================================================
 """

@@ -1,7 +1,7 @@
 """Records of calibrated runs, ``calibration.json`` beside the metrics of a run, and their table.
 
 The temperature T is fitted on training images that were held out; the test images are evaluated
-with the logits as they are, and divided by T. See :mod:`isda.experiments.temperature`.
+with the unscaled logits and with the logits divided by T. See :mod:`isda.experiments.temperature`.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Calibration:
-    """Temperature of a run after its last epoch, and what it changes on the test images."""
+    """Temperature of a run after its last epoch, and its effect on the test images."""
 
     temperature: float
-    """T, the logits are divided by it."""
+    """Temperature T, by which the logits are divided."""
 
     held_out_images: int
     """Number of held-out images, on which T was fitted."""
@@ -81,12 +81,12 @@ def load_calibration(run: Run) -> Calibration | None:
         if not checked or not isinstance(record, dict):
             raise ValueError("has no checksum")
         if record.keys() != {field.name for field in dataclasses.fields(Calibration)}:
-            raise ValueError("has other fields")
+            raise ValueError("does not have the expected fields")
         if not all(is_number(value) and value >= 0 for value in record.values()):
             raise ValueError("has values that are not numbers >= 0")
     except ValueError as error:
         raise InputError(
-            f"{path} is damaged: it {error}; without it, isda calibrate measures again"
+            f"{path} is damaged: it {error}; delete it and run isda calibrate again"
         ) from error
     return Calibration(**record)
 

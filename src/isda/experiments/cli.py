@@ -15,7 +15,7 @@ from isda_command import COMMANDS, USAGE
 __all__ = ["TIME_UP", "main", "run"]
 
 TIME_UP = 75
-"""Exit code when ``--minutes`` are up before all runs are finished (EX_TEMPFAIL: try again)."""
+"""Exit code if the time limit is reached before all runs are finished (EX_TEMPFAIL: try again)."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run(command: str, words: list[str]) -> None:
-    """Run a command with the words behind it; raises InputError for invalid input.
+    """Run a command with its arguments; raises InputError for invalid input.
 
     Only the file of this command is imported: printing a table does not import the training code.
     """

@@ -36,7 +36,7 @@ class RunError(InputError):
     """A run that cannot continue."""
 
     fatal = False
-    """Whether the other runs of the training cannot continue, either."""
+    """Whether the other runs of the training cannot continue either."""
 
 
 class WriteError(RunError):
@@ -46,7 +46,7 @@ class WriteError(RunError):
 
 
 class StoppedElsewhere(RunError):
-    """Another process has stopped this training, and says why."""
+    """Another process has stopped this training, and reports the reason."""
 
     def __init__(self, *, fatal: bool) -> None:
         super().__init__("another process has stopped: see its message")
@@ -70,7 +70,7 @@ class RunsFailed(RunError):
 
 
 class TimeUp(Exception):
-    """The time limit of a command ended before its runs; their checkpoints are written."""
+    """The time limit of a command was reached before the end; checkpoints are written."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
@@ -79,12 +79,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     if not near and 0 < len(known) <= 8:
-        hint = f"; there are {', '.join(known)}"
+        hint = f"; choose from {', '.join(known)}"
     return InputError(f"unknown {kind} {name!r}{hint}")
 
 
 def reason(error: Exception) -> str:
-    """What an error says in one line, without the name of a file, which is given before it."""
+    """The message of an error in one line, without the file name, which callers put before it."""
     words = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     first, *rest = str(words).splitlines()
     return f"{first} {rest[0].strip()}" if first.endswith(":") and rest else first  # a heading

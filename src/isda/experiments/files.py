@@ -28,18 +28,18 @@ def read_bytes(path: Path, *, most: int) -> bytes:
 
     Args:
         path: file to read.
-        most: size that it can have, in bytes.
+        most: largest size allowed, in bytes.
 
     Raises:
-        InputError: it is missing, larger, not a file (reading a pipe would wait for ever), or
-            cannot be read.
+        InputError: the file is missing, larger, not a regular file (reading a pipe would block
+            for ever), or cannot be read.
     """
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
             raise InputError(f"{path} is not a file")
         if found.st_size > most:
-            raise InputError(f"{path} has {found.st_size} bytes, more than the {most} possible")
+            raise InputError(f"{path} has {found.st_size} bytes, more than the maximum of {most}")
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {reason(error)}") from error
@@ -59,9 +59,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a small file to a new temporary name and rename it into place.
+    """Write a small file under a temporary name and rename it into place.
 
-    A symbolic link stays: the file that it points to is replaced. The file keeps its permissions.
+    A symbolic link is kept: the file that it points to is replaced, with the same permissions.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder: give the path of a file")
@@ -79,7 +79,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write a new folder of small files under a temporary name and rename it into place.
 
     Args:
-        folder: folder to create; it must not exist, or be empty.
+        folder: folder to create; it must be missing or empty.
         files: contents by file name.
     """
     new = _beside(folder)
@@ -101,8 +101,8 @@ def writing(
     Args:
         path: file or folder that is written.
         temporary: file or folder to delete after a failure.
-        keep: files of which the first that exists must survive a failure under one of these
-            names; by default ``path``.
+        keep: names of earlier files; the first that exists must survive a failure under one of
+            these names. By default ``path``.
     """
     keep = (path,) if keep is None else keep
     before = next(filter(None, map(_identity, keep)), None)
@@ -148,7 +148,7 @@ def _write_new(path: Path, content: bytes) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Number and size of a file; None if there is none."""
+    """Inode and size of a file; None if there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -57,11 +57,11 @@ def own_images_recipe(
     """Default recipe for a network.
 
     Args:
-        network: name of a network; empty: that of ``OWN_IMAGES``.
-        weights: file of the pretrained weights; empty: the usual one.
+        network: name of a network; if empty, the network of ``OWN_IMAGES``.
+        weights: file with the pretrained weights; if empty, those of timm or torchvision.
         pretrained: start from pretrained weights.
-        freeze: train the head alone.
-        device: as in the options; the precision on a GPU is bfloat16.
+        freeze: train only the head.
+        device: as in the options; on a GPU the precision is bfloat16.
     """
     changes: dict[str, Any] = {}
     if pretrained:

@@ -1,7 +1,7 @@
 """Predictions of a finished run on the test images: ``predictions.npz`` in its folder.
 
-The file holds arrays of numbers and class names, nothing that is unpickled. Records without it are
-complete; a comparison then lacks the parts that look at single images.
+The file holds arrays of numbers and class names; nothing in it is unpickled. The file is optional:
+without it, a comparison lacks the parts about single images.
 """
 
 import io
@@ -53,7 +53,7 @@ def save_predictions(run: Run, predictions: Predictions) -> None:
 
 
 def load_predictions(run: Run) -> Predictions | None:
-    """The predictions of a finished run; None if it has not kept them.
+    """The predictions of a finished run; None if it has none.
 
     Raises:
         InputError: the file is damaged or belongs to another run: its error is not the one that

@@ -85,7 +85,7 @@ class Cell:
 
     @property
     def printed(self) -> str:
-        """The paper's number, with the top-5 error if there is one."""
+        """The paper's number, and its top-5 error if there is one."""
         return str(self.paper) + (f" / {self.paper.top5}" if self.paper.top5 is not None else "")
 
 

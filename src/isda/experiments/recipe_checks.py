@@ -19,7 +19,7 @@ __all__ = [
 
 
 def require(settings: object, field: str, holds: bool, expectation: str) -> None:
-    """Raise InputError with the value of a field unless a condition on it holds."""
+    """Raise InputError with the value of a field unless ``holds`` is true."""
     if not holds:
         raise InputError(f"{field} must be {expectation}, got {getattr(settings, field)!r}")
 

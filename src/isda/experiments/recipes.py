@@ -42,7 +42,7 @@ def get_recipe(name: str) -> Recipe:
 def name_of(recipe: Recipe) -> str:
     """Name of a recipe, ``<data>-<network>-<method>``, which is a valid folder name.
 
-    Recipes for your own images have one, too. The name does not depend on the schedule.
+    Recipes for your own images also have a name. The name does not depend on the schedule.
 
     >>> name_of(Recipe(data="imagefolder:photos/birds", network="timm:resnet18", epochs=1,
     ...                batch_size=1, learning_rate=0.1, weight_decay=0.0))
@@ -83,8 +83,8 @@ class Start:
         full = name + re.sub(r"[^A-Za-z0-9_.+=-]+", "_", "".join(changes))  # a valid folder name
         if len(os.fsencode(full)) > _LONGEST:
             raise InputError(
-                f"the name of the run must have at most {_LONGEST} bytes, because it is the name "
-                f"of files, got {len(os.fsencode(full))}: rename the data folder: {full}"
+                f"the name of the run must have at most {_LONGEST} bytes, because files are named "
+                f"after it, got {len(os.fsencode(full))}: rename the data folder: {full}"
             )
         return full
 
@@ -111,7 +111,7 @@ def train_command(name: str, recipe: Recipe, seeds: Iterable[int]) -> str:
     'isda train digits-resnet8-isda --lambda-0 1.0 --seeds 0 1'
 
     Args:
-        name: name of the runs: that of a recipe, and what was changed.
+        name: name of the runs: the name of a recipe and the changed fields.
         recipe: recipe of the runs.
         seeds: their seeds.
     """
@@ -259,7 +259,7 @@ def _named() -> Iterator[tuple[str, Recipe]]:
 
 
 def _variants(recipe: Recipe, training: str) -> Iterator[tuple[str, Recipe]]:
-    """Rows of Tables 4 and 5 that a recipe of ISDA on CIFAR has, by name of the method."""
+    """Variants of an ISDA recipe on CIFAR in Tables 4 and 5, with the names of their methods."""
     baseline = recipe.baseline()
     if recipe.network in _TABLE_4:
         for loss in _TABLE_4_METHODS:

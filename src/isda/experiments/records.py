@@ -106,7 +106,7 @@ class Run:
 
     @property
     def pretrained(self) -> str:
-        """The pretrained weights that the run was started from, in words; "" without them."""
+        """Description of the pretrained weights that the run started from; "" if there are none."""
         found = self._config.get("weights")
         if found is None:
             return ""
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def verified(self) -> bool:
-        """Whether every line of the metrics has a checksum; wrong checksums are refused."""
+        """Whether every line of the metrics has a checksum; a wrong checksum is an error."""
         return bool(self.metrics()) and self._verified
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -248,8 +248,8 @@ def summary(run: Run) -> Summary:
 def load_runs(out: Path | str) -> list[Run]:
     """All runs below a folder, sorted by name and seed.
 
-    A record that cannot be read, or that is shorter than its config says, is a
-    :class:`DamagedRun`: it counts as unfinished, and does not keep others from being read.
+    A record that cannot be read, or that is shorter than its config says, becomes a
+    :class:`DamagedRun`, which counts as unfinished; the other records are still read.
     """
     if not Path(out).is_dir():
         problem = "is not a folder" if Path(out).exists() else "does not exist"
@@ -290,8 +290,8 @@ def require_name(name: str) -> None:
 def export(run: Run, to: Path | str) -> Path:
     """Copy the record of a finished run, without its checkpoint, to ``to/<name>/<seed>/``.
 
-    The copy appears complete or not at all. A record that is already there is never changed, but
-    a calibration that it lacks is added.
+    The copy is complete or does not exist. An existing record is never changed, except that a
+    missing calibration is added.
 
     Raises:
         InputError: the run is not finished, or another record has its name and seed.
@@ -345,7 +345,7 @@ def _brief(text: str) -> str:
 
 
 def _written_by(config: Any) -> str:
-    """The version that has written a config, in words, if it is not this one."""
+    """Note about the version that wrote a config, if it is not this one."""
     with contextlib.suppress(KeyError, TypeError, IndexError):
         version = config["environments"][-1]["isda"]
         if version != __version__:

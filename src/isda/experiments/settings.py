@@ -1,4 +1,4 @@
-"""Settings of a training run: the recipe decides the result, the options how it is computed."""
+"""Settings of a training run: the recipe determines the result, the options how to compute it."""
 
 import dataclasses
 import math
@@ -35,47 +35,48 @@ class Recipe:
     """Data set: digits, cifar10, cifar100, imagenet or imagefolder:PATH."""
 
     network: str
-    """Network by name, timm:NAME, torchvision:NAME, or MODULE:FUNCTION, a function of your own that
-    takes num_classes and returns a model that ends in a linear layer."""
+    """Network: a built-in name, timm:NAME, torchvision:NAME, or MODULE:FUNCTION, your own function
+    that takes num_classes and returns a model that ends in a linear layer."""
 
     pretrained: bool = False
-    """Start from the weights that timm or torchvision provides, or from a file, see --weights.
-    The head is new if the number of classes differs."""
+    """Start from pretrained weights of timm or torchvision, or from the file given by --weights.
+    The head is replaced by a new one if the number of classes differs."""
 
     weights: str = ""
-    """File of the pretrained weights, safetensors or a torch file of tensors; empty: the file that
-    timm or torchvision has downloaded before. --download downloads it."""
+    """File with the pretrained weights: safetensors, or a torch file that contains only tensors. If
+    empty, the weights of timm or torchvision, which --download downloads if they are missing."""
 
     freeze: bool = False
-    """Train the head alone, on features that the network computes once, without augmentation."""
+    """Freeze the backbone and train only the head, on features that are computed once, without
+    augmentation."""
 
     method: Method = "isda"
     """Loss: cross entropy, ISDA, a baseline of Table 4, or label smoothing."""
 
     augment: tuple[str, ...] = ()
-    """Augmentations: crop, flip, autoaugment, cutout, always applied in this order. Image files
-    are always cropped and flipped, and take no others."""
+    """Augmentations, applied in this order: crop, flip, autoaugment, cutout. Image files are always
+    cropped and flipped, and support no others."""
 
     generator: Literal["none", GanName] = "none"
-    """GAN, trained by isda gan, whose images are mixed into every batch."""
+    """GAN whose images are mixed into every batch; train it first with isda gan train."""
 
     synthetic: float = 0.0
-    """Share of these synthetic images in every batch; the paper's is 1/6."""
+    """Fraction of synthetic images in every batch; 1/6 in the paper."""
 
     epochs: int
     """Number of epochs."""
 
     batch_size: int
-    """Images per step, summed over all processes."""
+    """Number of images per step, summed over all processes."""
 
     learning_rate: float
-    """Learning rate of the first epoch, after the warm-up."""
+    """Initial learning rate of the schedule, not counting the warm-up."""
 
     head_rate: float = 1.0
-    """Factor of the learning rate for the head, the final linear layer."""
+    """Multiplier of the learning rate for the head, the final linear layer."""
 
     warmup: int = 0
-    """Epochs in which the learning rate grows linearly from step to step; 0: none."""
+    """Number of warm-up epochs, in which the learning rate grows linearly every step; 0: none."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """Optimizer: SGD with momentum, or AdamW."""
@@ -84,42 +85,43 @@ class Recipe:
     """Momentum of SGD, or β₁ of AdamW, whose β₂ is 0.999."""
 
     nesterov: bool = True
-    """Nesterov momentum; off for ImageNet, as in the authors' code."""
+    """Use Nesterov momentum; off for ImageNet, as in the authors' code."""
 
     weight_decay: float
-    """Weight decay of all parameters, including biases and batch norm, see --decay-all."""
+    """Weight decay; see --decay-all for the parameters it applies to."""
 
     decay_all: bool = True
-    """Weight decay of all parameters; off: only of those with two or more dimensions, so not of
-    biases and of layers that normalise."""
+    """Apply weight decay to all parameters. If off, apply it only to those with two or more
+    dimensions, that is, not to biases and normalisation layers."""
 
     schedule: Literal["step", "cosine"] = "cosine"
     """Learning rate schedule."""
 
     milestones: tuple[int, ...] = ()
-    """Epochs, counted from 1, at which the step schedule multiplies the rate by gamma."""
+    """Epochs, counted from 1, at which the step schedule multiplies the learning rate by gamma."""
 
     gamma: float = 0.1
-    """Factor of the step schedule."""
+    """Multiplier of the learning rate at each milestone."""
 
     cosine_offset: int = 0
-    """Epochs to shift the cosine schedule by; with 1 the last epoch has learning rate 0."""
+    """Number of epochs to shift the cosine schedule; with 1, the last epoch has learning rate 0."""
 
     lambda_0: float = 0.0
-    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy. With isda compare,
-    auto chooses it on held-out training images."""
+    """Strength λ₀ of ISDA at the end of the ramp; 0 is cross entropy. isda compare also accepts
+    auto, which chooses λ₀ on held-out training images."""
 
     covariance: Literal["full", "diagonal", "shared", "identity"] = "full"
-    """Covariance: full or diagonal per class, one shared by all classes, or identity."""
+    """Covariance: full or diagonal per class, one shared by all classes, or the identity."""
 
     ramp: Literal["epoch", "step", "constant"] = "epoch"
-    """How the strength grows to lambda_0: per epoch, per step, or not at all (constant)."""
+    """How the strength grows to lambda_0: every epoch, every step, or not at all (constant)."""
 
     decay: float = 1.0
-    """Decay of a sample's weight in the statistics per later sample of its class; 1: none."""
+    """Factor by which each new sample of a class reduces the weight of its earlier samples in the
+    statistics; 1: no decay."""
 
     noise_rate: float = 0.0
-    """Fraction of labels that disturb_label redraws in every step."""
+    """Fraction of labels that disturb_label draws at random in every step."""
 
     drop_rate: float = 0.0
     """Dropout rate inside the network."""
@@ -134,31 +136,32 @@ class Recipe:
     """Compile the network with torch.compile; GPU only."""
 
     ema: float = 0.0
-    """Decay of an exponential moving average of the weights to evaluate; 0: off."""
+    """Decay of an exponential moving average of the weights, which is evaluated in their place;
+    0: off."""
 
     images_per_class: int = 0
-    """Training images per class, drawn by the seed; 0: all. For digits, which have no test set of
-    their own, all other images are test images."""
+    """Number of training images per class, drawn at random with the seed of the run; 0: all. For
+    digits, which has no separate test set, all other images are test images."""
 
     hold_out: int = 0
-    """Number of training images to hold out and evaluate instead of the test set."""
+    """Number of training images to hold out and evaluate on instead of the test set."""
 
     image_size: int = 224
     """Side of the square crops of image files, in pixels."""
 
     test_crop: float = 0.875
-    """Side of the central crop of test images as a share of the shorter side, which is resized
-    for it; image files only."""
+    """Side of the centre crop of test images, as a fraction of the shorter side of the resized
+    image; image files only."""
 
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """Interpolation of image files when they are resized, with antialiasing."""
+    """Interpolation for resizing image files, with antialiasing."""
 
     mean: tuple[float, ...] = ()
-    """Mean of every channel to normalise with, of images in [0, 1]; empty: that of the data set,
-    for image files that of ImageNet."""
+    """Mean of each channel for normalisation, with images scaled to [0, 1]. If empty, the mean of
+    the data set, or of ImageNet for image files."""
 
     std: tuple[float, ...] = ()
-    """Standard deviation of every channel to normalise with; empty: as for mean."""
+    """Standard deviation of each channel for normalisation; the default is chosen as for mean."""
 
     def __post_init__(self) -> None:
         check = partial(require, self)
@@ -202,7 +205,7 @@ class Recipe:
         return 0.5 * self.learning_rate * (1 + math.cos(math.pi * phase))
 
     def warmup_at(self, epochs: float) -> float:
-        """Factor of the learning rate after this many epochs, which need not be whole."""
+        """Warm-up factor of the learning rate after a number of epochs, which may be fractional."""
         return min(1.0, epochs / self.warmup) if self.warmup else 1.0
 
     def progress_at(self, epoch: int) -> float:
@@ -214,7 +217,7 @@ class Recipe:
         return 1.0 if self.ramp == "constant" else epoch / self.epochs
 
     def shortened(self, epochs: int) -> "Recipe":
-        """The same recipe with fewer epochs; milestones keep their share of the training."""
+        """The same recipe with fewer epochs; milestones are scaled in proportion."""
         scaled = {max(1, round(m * epochs / self.epochs)) for m in self.milestones}
         warmup = min(epochs, math.ceil(self.warmup * epochs / self.epochs))
         return replace(self, epochs=epochs, milestones=tuple(sorted(scaled)), warmup=warmup)
@@ -240,7 +243,7 @@ class Recipe:
 
     @property
     def augmentation(self) -> str:
-        """The augmentations in words; those of image files are not a setting."""
+        """The augmentations in words; image files have fixed ones."""
         if self.freeze:
             return "none"
         if self.has_image_files:
@@ -297,7 +300,7 @@ class Options:
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
     data_root: Path | None = None
-    """Folder of ImageNet, or of CIFAR (None: data)."""
+    """Folder that contains ImageNet or CIFAR; None: data, for CIFAR."""
 
     download: bool = False
     """Download CIFAR, or pretrained weights, if they are missing."""
@@ -309,39 +312,39 @@ class Options:
     """Skip image files that cannot be decoded."""
 
     workers: int | None = None
-    """Threads that decode image files; None: one per CPU core, at most 16."""
+    """Number of threads that decode image files; None: one per CPU core, at most 16."""
 
     cache: Literal["auto", "device", "memory", "disk", "off"] = "auto"
-    """Where to keep decoded image files: on the device, in memory, or on disk in a file in their
-    folder, for later commands, too; off: decode them in every epoch. auto: the first of these that
-    has room for twice as many bytes."""
+    """Where to keep decoded image files: on the device, in memory, or on disk, in a file in their
+    folder that later commands reuse; off: decode them in every epoch. auto: the first of these
+    places with room for twice their size."""
 
     side_by_side: int = 0
-    """Runs to train at the same time on a GPU; 0: measure which number is the fastest."""
+    """Number of runs to train at the same time on a GPU; 0: measure which number is fastest."""
 
     processes: int = 1
-    """Processes that train runs at the same time on a CPU, each with one thread."""
+    """Number of processes that train runs in parallel on a CPU, each with one thread."""
 
     capture: bool = True
     """Capture training steps in CUDA graphs on a GPU."""
 
     compile_cache: Path | None = None
-    """Folder for compiled code, to be used again by later commands, on another machine, too; None:
-    the usual folder of torch.compile for temporary files."""
+    """Folder for compiled code, which later commands can reuse, even on another machine; None: the
+    default temporary folder of torch.compile."""
 
     deterministic: bool = False
     """Use deterministic GPU kernels: bitwise reproducible, but slower."""
 
     checkpoint_seconds: float = 60.0
-    """Minimum time between checkpoints; the last epoch always writes one."""
+    """Minimum number of seconds between checkpoints; the last epoch always writes one."""
 
     minutes: float | None = None
-    """Time limit, counted from the start of the command: when it is up, write checkpoints and exit
-    with code 75. No epoch is started that would take longer than the time left."""
+    """Time limit in minutes from the start of the command. At the limit, write checkpoints and exit
+    with code 75. No epoch is started that would exceed the limit."""
 
     whole_runs: bool = False
-    """With --minutes on a GPU, for machines whose disk is deleted at shutdown: if not all runs side
-    by side can finish in time, stop some of them, so that the others can."""
+    """With --minutes on a GPU: if not all runs side by side can finish in time, stop some of them
+    so that the others can. Useful if the machine's disk is deleted at shutdown."""
 
     tensorboard: bool = False
     """Also write the metrics for TensorBoard."""
@@ -366,7 +369,7 @@ class Options:
         return copy
 
     def with_minutes_left(self) -> "Options":
-        """A copy whose time limit is what is left of it now, for a machine with another clock."""
+        """A copy limited to the time that is left now, for a machine with a different clock."""
         if self.minutes is None:
             return self
         left = self.minutes - (time.monotonic() - self.started_at) / 60

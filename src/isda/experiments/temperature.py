@@ -62,7 +62,7 @@ def calibration_of(run: RunFolder, options: Options, device: torch.device) -> Ca
         )
     with kept_images() as store:
         own = images_of_run(store.get(recipe, options, device), plan)
-        # the test images of the data set, also if the run has drawn its training images
+        # the test images of the data set, even if the run has drawn its training images
         data = store.get(replace(recipe, hold_out=0), options, device)
     lane = Lane(recipe, run.seed, own, device)
     if run.load(lane.load_state_dict) is None or lane.epoch != recipe.epochs:

@@ -1,4 +1,4 @@
-"""What ISDA adds to the cost of a training step in theory (Table 1).
+"""Theoretical cost that ISDA adds to a training step (Table 1).
 
 It is 5·C·A, for C classes and A features, as a percentage of the multiply-adds of the network's
 forward pass. This definition reproduces the paper's numbers, except for the DenseNets.
@@ -23,8 +23,8 @@ def theoretical_cost(
 
     Args:
         network: name of a network, or ``timm:NAME``.
-        num_classes: number of classes; by default that of the network's data set in the paper.
-        image_size: side of the images; by default that of the data set, or of the timm model.
+        num_classes: number of classes; by default as in the network's data set in the paper.
+        image_size: side of the images; by default as in that data set, or as for the timm model.
 
     Example:
         >>> cost = theoretical_cost("resnet50")

@@ -62,11 +62,11 @@ def test_rounds_and_comparison(
     assert fields(final) == [(c, 40, 0, seed) for seed in (0, 1, 2) for c in (0.0, 0.5)]
     printed = capsys.readouterr().out
     assert printed.splitlines()[:5] == [
-        "λ₀ is chosen on 143 training images, which are held out for it:",
+        "λ₀ is chosen on 143 held-out training images:",
         "  round 1: 0.1 0.25 0.5 0.75 1, 10 epochs, seed 0, 50 in all",
         "  round 2: the best 3 of them, 20 epochs, seeds 0 1, 120 in all",
         "  then: cross entropy and ISDA, 40 epochs, seeds 0 1 2, 240 in all",
-        "The search takes 170 epochs, 71 % of those of the comparison.",
+        "The search takes 170 epochs, 71 % as many as the comparison.",
     ]
     assert re.search(r"^0\.5 +20 +3\.50 ± 0\.71 +2 +← chosen$", printed, re.MULTILINE)
     assert "lowers the test error by 0.50 points" in printed
@@ -90,7 +90,7 @@ def test_candidates_with_the_same_error(
     trainer(lambda recipe, _: 20.0 if recipe.lambda_0 in (0.1, 0.5) else 25.0)
     assert main(["compare", "--lambda-0", "auto", "--hold-out", "40"]) == 0
     printed = capsys.readouterr().out
-    assert "on 40 training images, which are held out for it; one of them is 2.5 points" in printed
+    assert "on 40 held-out training images; each is worth 2.5 points" in printed
     assert re.search(r"^0\.1 .* ← chosen$", printed, re.MULTILINE)
     assert "\n0.1 and 0.5 have the lowest error: the smallest is chosen.\n" in printed
 
@@ -177,7 +177,7 @@ def test_in_a_queue(trainer: Callable[..., Trainer], capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--candidates", "1"], "--candidates are the values to try with --lambda-0 auto"),
+        (["--candidates", "1"], "--candidates requires --lambda-0 auto"),
         (["--lambda-0", "auto", "--candidates"], "candidates must be different numbers >= 0"),
         (["--lambda-0", "auto", "--candidates", "1", "1"], "candidates must be different"),
         (["--lambda-0", "auto", "--epochs", "1"], "epochs must be >= 2 for lambda_0"),

@@ -38,7 +38,7 @@ def test_images_that_do_not_fit(refused: Callable[..., str], tmp_path: Path) -> 
         "train", *flags, "--network", "timm:test_resnet", "--image-size", "32", "--batch-size", "23"
     )
     assert message.startswith(
-        "timm:test_resnet cannot train on the last batch, a single image of 24: choose a "
+        "timm:test_resnet cannot train on the last batch, which has only 1 of 24 images: choose a "
         "batch_size other than 23: "
     )
     message = refused("train", *flags, "--network", "timm:efficientvit_m0")

@@ -159,7 +159,7 @@ def test_folders_of_images(refused: Callable[..., str], tmp_path: Path) -> None:
     assert str(bad / "class1" / "3.png") in message
     gap = image_folder(tmp_path / "gap")
     (gap / "class3").mkdir()
-    assert "classes without images that PIL reads: class3" in compare(gap)
+    assert "classes without images that PIL can read: class3" in compare(gap)
     file = tmp_path / "file.txt"
     file.write_text("")
     assert "file.txt is not a folder" in compare(file)

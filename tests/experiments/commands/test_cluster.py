@@ -96,7 +96,7 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.chdir(tmp_path)
     Path("queue").write_text(QUEUE)
     assert main(["queue", "queue", "--address", "auto"]) == 2
-    assert "use it with --engine ray" in capsys.readouterr().err
+    assert "add --engine ray" in capsys.readouterr().err
     assert main(["queue", "queue", "--engine", "ray", "--device", "cuda:1"]) == 2
     assert "device must be auto, cpu or cuda with --engine ray" in capsys.readouterr().err
     assert not Path("runs").exists()

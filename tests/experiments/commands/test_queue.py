@@ -134,7 +134,7 @@ def test_an_error_does_not_stop_the_lines_below(
         ("table 2", "training needs a cell"),
         ("table 2 --cell cifar100/resnet23", "unknown cell of Table 2"),
         ("train 'digits", "No closing quotation"),
-        ("train --help", "--help does not go into a queue"),
+        ("train --help", "--help cannot be used in a queue"),
     ],
 )
 def test_a_wrong_line_is_named_before_anything_is_trained(

@@ -103,11 +103,11 @@ def test_dry_run_prints_commands_that_train_the_same(planned, capsys):
         (["2", "--cell", "cifar100/resnet32", "--seeds", "1", "1"], "seeds must be different"),
         (
             ["2", "--cell", "cifar100/resnet32", "--results", "x"],
-            "--results does not go with --cell",
+            "--results cannot be used with --cell",
         ),
         (
             ["2", "--cell", "cifar100/resnet32", "--results", "x", "--dry-run"],
-            "--results does not go with --cell",
+            "--results cannot be used with --cell",
         ),
         (["2", "--epochs", "3"], "training needs a cell"),
         (["2", "--dry-run"], "training needs a cell"),

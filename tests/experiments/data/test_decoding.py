@@ -161,8 +161,8 @@ def spoil(photos: Path) -> dict[str, str]:
     (photos / "train" / "owl" / "gone.png").symlink_to("nowhere")
     return {
         "train/cat/0.jpg": "runcated",
-        "val/dog/1.png": "not an image that PIL reads",
-        "val/owl/2.jpg": "not an image that PIL reads",
+        "val/dog/1.png": "not an image that PIL can read",
+        "val/owl/2.jpg": "not an image that PIL can read",
         "train/owl/9.png": "100 times as long",
         "train/owl/gone.png": "No such file",
     }

@@ -122,7 +122,7 @@ def test_files_that_change_while_they_are_decoded(
         touch(photos / "train" / "cat" / "1.png")
 
     monkeypatch.setattr(folder_cache, "_decode", slow)
-    with pytest.raises(InputError, match="have changed while they were decoded"):
+    with pytest.raises(InputError, match="changed while they were decoded"):
         decoded(photos, "disk")
     assert cache_files(photos) == []
 

@@ -85,9 +85,9 @@ def test_wrong_folders(tmp_path: Path) -> None:
     make_images(tmp_path, {"cat": 3})
     assert message_of(spec).endswith("two or more classes, got 1: cat")
     (tmp_path / "dog").mkdir()
-    assert message_of(spec) == f"{tmp_path} has classes without images that PIL reads: dog"
+    assert message_of(spec) == f"{tmp_path} has classes without images that PIL can read: dog"
     (tmp_path / "dog" / "notes.txt").write_text("no image")
-    assert message_of(spec) == f"{tmp_path} has classes without images that PIL reads: dog"
+    assert message_of(spec) == f"{tmp_path} has classes without images that PIL can read: dog"
     make_images(tmp_path, {"owl": 1, "rat": 1})
     (tmp_path / "dog" / "notes.txt").rename(tmp_path / "dog" / "0.jpg")
     assert folder_of(tmp_path).num_classes == 4  # no image, which is found when it is decoded
@@ -109,7 +109,7 @@ def test_names_of_the_parts(parts: tuple[str, str], photos: Path) -> None:
 def test_a_test_part_with_another_name(photos: Path) -> None:
     """Otherwise one training image in five would be tested instead."""
     (photos / "val").rename(photos / "eval")
-    message = f"{photos} has folders of the same classes in train and eval: rename that with the"
+    message = f"{photos} has folders of the same classes in train and eval: rename the one with the"
     assert message_of(f"imagefolder:{photos}").startswith(message)
     (photos / "eval" / "dog").rename(photos / "eval" / "emu")
     (photos / "eval" / "cat").rename(photos / "eval" / "yak")
@@ -150,7 +150,7 @@ def test_names_that_are_hard_to_show(tmp_path: Path) -> None:
     assert folder_of(tmp_path).class_names == tuple(sorted(names))
     (tmp_path / "no\nimages").mkdir()
     assert message_of(f"imagefolder:{tmp_path}").endswith(
-        "without images that PIL reads: no\\nimages"
+        "without images that PIL can read: no\\nimages"
     )
     assert message_of(f"imagefolder:{tmp_path}/a\nb").endswith("a\\nb does not exist")
 

@@ -47,7 +47,7 @@ def test_sizes_that_no_doubling_gives_are_refused() -> None:
         assert number >= 1
         assert small * 2**number == side
     for shape in ((3, 4, 4), (3, 32, 16), (3, 2, 2), (3, 34, 34), (3, 299, 299)):
-        with pytest.raises(InputError, match=r"squares for a generator, .* got [0-9]+ x [0-9]+$"):
+        with pytest.raises(InputError, match=r"square for a generator, .* got [0-9]+ x [0-9]+$"):
             doublings(shape)
 
 

@@ -83,7 +83,7 @@ def test_epochs_may_change_on_resume(tmp_path: Path, device) -> None:
     train_gan(four, 5, resumed, progress=False)
     assert load_generator(folder, device).settings == four
     assert (folder / "samples" / "epoch_0004.png").is_file()
-    with pytest.raises(InputError, match="epochs must be >= 4, which are done, got 2"):
+    with pytest.raises(InputError, match=r"epochs must be >= 4 \(already done\), got 2"):
         train_gan(two, 5, resumed, progress=False)
     # a finished GAN is generator.pt; the checkpoint is needed only to continue
     (folder / "checkpoint.pt").unlink()

@@ -417,7 +417,7 @@ def test_bad_input_is_one_line(folder, capsys, monkeypatch, tmp_path) -> None:
     assert "has no ISDA statistics" in refused("invert", "runs/ce/0", "--generator", gan)
     assert "holds no GAN" in refused("invert", run, "--generator", run)
     assert "is not a run record" in refused("neighbours", gan)
-    assert "judge must be another run" in refused(*invert, "--judge", run)
+    assert "judge must be a different run" in refused(*invert, "--judge", run)
     assert "start must be random or decoder" in refused(*invert, "--start", "zero")
     assert "samples must be between" in refused(*invert, "--samples", "0")
     assert "samples must be between" in refused("neighbours", run, "--samples", "0")

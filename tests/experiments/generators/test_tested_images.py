@@ -134,7 +134,7 @@ def test_pictures_of_a_folder_on_the_command_line(photos, capsys) -> None:
     capsys.readouterr()
     trained(replace(RECIPE, image_size=18), "larger")
     assert main([*words, "--device", "cpu", "--judge", "runs/larger/3"]) == 2
-    message = "judge must take images of 3 x 16 x 16, as the classifier, got 3 x 18 x 18"
+    message = "judge must take images of 3 x 16 x 16, like the classifier, got 3 x 18 x 18"
     assert message in capsys.readouterr().err
 
 

@@ -151,13 +151,13 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("short.safetensors").write_bytes(good.read_bytes()[:-100])
     assert "is not a file of tensors" in refusal(Path("short.safetensors"))
     Path("text.pth").write_text("hello")
-    assert "it is neither safetensors, by its name, nor a torch" in refusal(Path("text.pth"))
+    assert "it is neither a .safetensors file nor a torch" in refusal(Path("text.pth"))
     torch.save([1, 2], "list.pth")
     assert "must hold the tensors of a network by name" in refusal(Path("list.pth"))
     message = refusal(good, VIT)
     assert "does not fit timm:test_vit" in message
     assert "tensors are missing: cls_token" in message
-    assert "are unknown to it: bn1." in message
+    assert "are not in the network: bn1." in message
     tensors = dict(read_tensors(good))
     tensors["bn1.weight"] = torch.zeros(3)
     save_file(tensors, "shape.safetensors")
@@ -171,7 +171,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_files_in_the_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "torch"))
-    both = r"are not on this machine: --download gets them, --weights PATH reads a file"
+    both = r"are not on this machine: use --download, or give a file with --weights PATH"
     for network in (RESNET, "torchvision:resnet18"):
         with pytest.raises(InputError, match=f"pretrained weights of {network} {both}"):
             find_weights(network)

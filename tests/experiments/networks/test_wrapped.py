@@ -170,7 +170,7 @@ def test_models_of_ones_own_that_cannot_be_used(own_models: str) -> None:
         ("smal", "unknown function of .* 'smal'; did you mean small?"),
         ("maps", "must end in an nn.Linear, but ends in a Conv2d$"),
         ("alone", "must return a model that ends in an nn.Linear, got only that layer"),
-        ("lazy", "must not have lazy layers: give their numbers of inputs"),
+        ("lazy", "must not have lazy layers: set their numbers of inputs"),
     ):
         with pytest.raises(InputError, match=message):
             create_network(f"{own_models}:{function}", num_classes=7)

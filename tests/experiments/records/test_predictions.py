@@ -182,7 +182,7 @@ def test_pictures_are_those_of_the_files_that_were_used(tmp_path: Path) -> None:
     (tmp_path / "a" / "0.png").write_bytes(b"damaged")
     recipe = replace(RECIPE, hold_out=0, data=f"imagefolder:{tmp_path}", image_size=9)
     options = Options(skip_unreadable=True, workers=0)
-    with pytest.raises(InputError, match="not shown with --skip-unreadable"):
+    with pytest.raises(InputError, match="cannot be shown with both --skip-unreadable"):
         thumbnails(recipe, 0, [0], options)
     with kept_images() as store:
         with pytest.warns(UserWarning, match="skipped 1 image under"):

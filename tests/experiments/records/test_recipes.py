@@ -72,7 +72,7 @@ def test_unknown_recipe_names_near_ones():
 
 
 def test_unknown_names_without_near_ones():
-    assert str(unknown("mode", "xyz", ["a", "b"])) == "unknown mode 'xyz'; there are a, b"
+    assert str(unknown("mode", "xyz", ["a", "b"])) == "unknown mode 'xyz'; choose from a, b"
     assert str(unknown("mode", "xyz", [])) == "unknown mode 'xyz'"
     assert str(unknown("mode", "xyz", map(str, range(9)))) == "unknown mode 'xyz'"  # too many
 

@@ -200,7 +200,7 @@ def test_pictures_in_a_markdown_file(tmp_path: Path) -> None:
     (folder / "neighbours.png").write_bytes(b"")
     page = tmp_path / "docs" / "page.md"
     page.write_text("<!-- runs:two:pictures -->\n<!-- /runs -->\n")
-    with pytest.raises(InputError, match="a folder of records that is called two: give it with"):
+    with pytest.raises(InputError, match="a folder of records called two: give it with"):
         update_markdown(page, [], pictures=read_features([folder.parent / "one"]))
     pictures = read_features([folder.parent / "one", folder])
     assert update_markdown(page, [], pictures=pictures)

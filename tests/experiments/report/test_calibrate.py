@@ -177,7 +177,7 @@ def test_block_of_a_page(runs: Path) -> None:
     [
         (["--methods", "ce", "focl"], "unknown method 'focl'; did you mean focal"),
         (["--methods", "ce", "ce"], "methods must be different names, got ce ce"),
-        (["digits-resnet8-ce"], "recipe must be one of ISDA, got the method 'ce'"),
+        (["digits-resnet8-ce"], "method must be isda, got 'ce'"),
         (["--hold-out", "1437"], "hold_out must leave training images of every class, got 1437 of"),
     ],
 )

@@ -160,11 +160,11 @@ def test_size_of_the_tables_on_the_page(tmp_path: Path) -> None:
 def test_records_without_predictions_give_the_rest(compared: Path) -> None:
     page = compared / "page.html"
     (compared / ISDA / "1" / "predictions.npz").unlink()
-    with pytest.raises(InputError, match=f"{ISDA}/1 has kept no predictions"):
+    with pytest.raises(InputError, match=f"{ISDA}/1 has no predictions"):
         compared_predictions(comparison(load_runs(compared), CE, ISDA))
     write_comparison_page(page, comparison(load_runs(compared), CE, ISDA))
     text = page.read_text(encoding="utf-8")
-    assert "No results by class and image: digits-resnet8-isda/1 has kept no predictions." in text
+    assert "No results by class and image: digits-resnet8-isda/1 has no predictions." in text
     assert "<h2>Training</h2>" in text
     (compared / ISDA / "1" / "predictions.npz").write_bytes(b"no archive")
     write_comparison_page(page, comparison(load_runs(compared), CE, ISDA))

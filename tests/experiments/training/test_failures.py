@@ -63,7 +63,7 @@ def test_a_run_that_diverges_leaves_the_others_alone(
 ) -> None:
     """One after the other, and side by side."""
     monkeypatch.setattr(groups, "_side_by_side", lambda *_: width)
-    with pytest.warns(UserWarning, match=r"run/1, epoch 1.*; the other runs go on"):
+    with pytest.warns(UserWarning, match=r"run/1, epoch 1.*; the other runs continue"):
         failed = failure(plans(RECIPE, WILD, RECIPE), options)
     first, second = str(failed).splitlines()
     assert first == "1 of 3 runs failed:"
@@ -82,7 +82,7 @@ def test_a_run_that_diverges_later_keeps_its_last_good_checkpoint(
     """The strength is 0 in the first epoch and far too large later."""
     isda = replace(RECIPE, method="isda", lambda_0=1.0)
     monkeypatch.setattr(groups, "_side_by_side", lambda *_: 1)
-    with pytest.warns(UserWarning, match="the other runs go on"):
+    with pytest.warns(UserWarning, match="the other runs continue"):
         failed = failure(plans(replace(isda, lambda_0=1e38), isda), options)
     assert re.search(
         r"run/0, epoch 2: .*lambda_0 1e\+38\); the last checkpoint is intact", str(failed)
@@ -113,7 +113,9 @@ def test_an_error_of_another_kind(
         begin(lane)
 
     monkeypatch.setattr(Lane, "begin_epoch", begin_epoch)
-    with pytest.warns(UserWarning, match="run/0: TypeError: no such thing; the other runs go on"):
+    with pytest.warns(
+        UserWarning, match="run/0: TypeError: no such thing; the other runs continue"
+    ):
         failed = failure(plans(RECIPE, RECIPE), options)
     assert [run.seed for run in failed.runs] == [1]
     assert "begin_epoch" in capsys.readouterr().err  # the traceback

@@ -1,4 +1,4 @@
-"""The words behind a command, read by tyro: a dataclass per command, whose fields are its flags."""
+"""Parsing of arguments with tyro: a dataclass per command, whose fields are its flags."""
 
 import contextlib
 import io
@@ -17,16 +17,16 @@ _Arguments = TypeVar("_Arguments")
 
 
 def parse(kind: type[_Arguments], command: str, words: list[str], **options: Any) -> _Arguments:
-    """Parse the words behind a command.
+    """Parse the arguments of a command.
 
     Args:
         kind: dataclass of the command's arguments.
         command: the command, for its help.
-        words: words of the command line behind the command.
+        words: words of the command line after the command.
         options: further options of ``tyro.cli``.
 
     Raises:
-        InputError: unknown flag, with similar ones, or invalid value.
+        InputError: a flag is unknown (the message suggests similar ones), or a value is invalid.
     """
     printed = io.StringIO()
     try:
@@ -45,7 +45,7 @@ def parse(kind: type[_Arguments], command: str, words: list[str], **options: Any
 
 
 def require_seeds(argument: str, seeds: Sequence[int]) -> None:
-    """Raise InputError unless there are seeds, all different, that fit into 32 bits."""
+    """Raise InputError unless there is at least one seed, and all are different 32-bit integers."""
     if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
         listed = " ".join(map(str, seeds)) or "none"
         raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")

@@ -1,4 +1,4 @@
-"""``isda calibrate``: train without some images, and fit a temperature on them.
+"""``isda calibrate``: train with some images held out, and fit a temperature on them.
 
 All methods are trained on the same images, so that cross entropy, label smoothing and ISDA can be
 compared before and after temperature scaling.
@@ -40,8 +40,8 @@ class Calibrate(RecipeArguments, Task):
     """One run of each method per seed."""
 
     methods: tuple[str, ...] = ("ce", "label_smoothing", "isda")
-    """Losses to train side by side. Without --hold-out, a tenth of the training images is held out
-    (imagenet: 50,000), and the temperature is fitted on them."""
+    """Losses to compare. The temperature is fitted on held-out training images; without --hold-out,
+    a tenth of them is held out (imagenet: 50,000)."""
 
     def plans(self) -> list[Plan]:
         held = with_hold_out(self.recipe, self.options)
@@ -63,16 +63,16 @@ class Calibrate(RecipeArguments, Task):
             print(f"{one.folder}: temperature {found.temperature:.3f}", flush=True)
 
     def calibrate(self, records: Path | None = None) -> list[RunFolder]:
-        """Train what is missing, and calibrate the runs; those that are calibrated do not change.
+        """Train missing runs, and calibrate all runs that are not calibrated yet.
 
         Args:
-            records: leave out the runs that are calibrated in this folder, or in that of the runs.
+            records: skip runs that are already calibrated in this folder or the folder of the runs.
 
         Returns:
             The calibrated runs.
 
         Raises:
-            RunsFailed: runs that failed; the others are calibrated.
+            RunsFailed: some runs failed; the others are calibrated.
         """
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise InputError(
@@ -91,7 +91,7 @@ class Calibrate(RecipeArguments, Task):
             try:
                 with finished_first(loop.train, plans, options) as runs:
                     _calibrate_missing(runs, options, device)
-            except TimeUp:  # the finished ones need not wait for the others, nor keep a checkpoint
+            except TimeUp:  # calibrate finished runs now, so that they need not keep checkpoints
                 with contextlib.suppress(InputError):  # reported when all are finished
                     _calibrate_missing(finished_runs(plans, options).values(), options, device)
                 raise
@@ -99,12 +99,12 @@ class Calibrate(RecipeArguments, Task):
 
 
 def plan(words: list[str]) -> Calibrate:
-    """What the words behind the command train."""
+    """The task described by the arguments of the command."""
     task = parse_recipe(Calibrate, "calibrate", words)
     if task.recipe.method != "isda":
         raise InputError(
-            f"recipe must be one of ISDA, got the method {task.recipe.method!r}: choose the losses "
-            "with --methods"
+            f"method must be isda, got {task.recipe.method!r}: choose the losses to compare with "
+            "--methods"
         )
     for method in task.methods:
         if method not in METHODS:

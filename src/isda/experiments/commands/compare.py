@@ -49,8 +49,8 @@ class Compare(RecipeArguments, Task):
     """One run of each method per seed."""
 
     candidates: tuple[float, ...] | None = None
-    """Values to try with --lambda-0 auto; None: 0.1 0.25 0.5 0.75 1, for imagenet 1 2.5 5 7.5 10.
-    Without --hold-out, a tenth of the training images is held out for it (imagenet: 50,000)."""
+    """Values to try with --lambda-0 auto; None: 0.1 0.25 0.5 0.75 1, or for imagenet 1 2.5 5 7.5
+    10. Without --hold-out, a tenth of the training images is held out (imagenet: 50,000)."""
 
     def with_lambda_0(self, lambda_0: float, *, hold_out: int = 0) -> PlannedRuns:
         """Runs of cross entropy and of ISDA with this λ₀, in this order."""
@@ -115,8 +115,8 @@ class Compare(RecipeArguments, Task):
     def _plan_words(self, candidates: tuple[float, ...], rounds: list[Round]) -> str:
         """What will be trained, and how many epochs it takes."""
         hold_out = self.recipe.hold_out
-        few = f"; one of them is {100 / hold_out:.2g} points of error" if hold_out < 100 else ""
-        lines = [f"λ₀ is chosen on {hold_out} training images, which are held out for it{few}:"]
+        few = f"; each is worth {100 / hold_out:.2g} points of error" if hold_out < 100 else ""
+        lines = [f"λ₀ is chosen on {hold_out} held-out training images{few}:"]
         listed = " ".join(f"{lambda_0:g}" for lambda_0 in candidates)
         for number, part in enumerate(rounds, 1):
             which = listed if number == 1 else f"the best {part.candidates} of them"
@@ -127,19 +127,19 @@ class Compare(RecipeArguments, Task):
         size = _size(self.recipe.epochs, self.seeds)
         lines.append(f"  then: cross entropy and ISDA, {size}, {compared} in all")
         share = 100 * search / compared
-        lines.append(f"The search takes {search} epochs, {share:.0f} % of those of the comparison.")
+        lines.append(f"The search takes {search} epochs, {share:.0f} % as many as the comparison.")
         return "\n".join(lines)
 
 
 def plan(words: list[str]) -> PlannedRuns | Compare:
-    """What the words behind the command train."""
+    """The task described by the arguments of the command."""
     words, auto = _take_auto(words)
     given = parse_recipe(Compare, "compare", words)
     recipe = given.recipe
     if recipe.method != "isda":
         raise InputError(f"method must be isda to compare it with ce, got {recipe.method!r}")
     if given.candidates is not None and not auto:
-        raise InputError("--candidates are the values to try with --lambda-0 auto")
+        raise InputError("--candidates requires --lambda-0 auto: add it, or remove --candidates")
     if auto:
         checked_candidates(given.candidates, recipe)
     return given if auto else given.with_lambda_0(recipe.lambda_0, hold_out=recipe.hold_out)
@@ -176,7 +176,7 @@ def _pictures(recipe: Recipe, options: Options, seed: int, indices: list[int]) -
 
 
 def _take_auto(words: list[str]) -> tuple[list[str], bool]:
-    """The words without ``--lambda-0 auto``, and whether that was among them."""
+    """The words without ``--lambda-0 auto``, and whether they contained it."""
     text = "\0".join(["", *words, ""])
     rest = re.sub("\0--lambda[-_]0[=\0]auto(?=\0)", "", text)
     return rest.split("\0")[1:-1], rest != text

@@ -26,25 +26,25 @@ class Cost:
     """Arguments of ``isda cost``."""
 
     networks: tuple[str, ...] = tuple(COST)
-    """Networks by name, or timm:NAME."""
+    """Networks: built-in names, or timm:NAME."""
 
     measure: bool = True
-    """Measure time and memory on this machine, next to the theoretical cost."""
+    """Measure time and memory on this machine, in addition to the theoretical cost."""
 
     num_classes: int | None = None
-    """Number of classes; None: 1000, for CIFAR networks 100."""
+    """Number of classes; None: 1000, or 100 for CIFAR networks."""
 
     image_size: int | None = None
-    """Side of the images; None: 224, for CIFAR networks 32, for timm models their own."""
+    """Side of the images in pixels; None: 224, 32 for CIFAR networks, or the timm model's own."""
 
     batch_size: int | None = None
-    """Images per step; None: 256, for CIFAR networks as in their recipe, on a CPU 8."""
+    """Images per step; None: 256, the recipe's for CIFAR networks, or 8 on a CPU."""
 
     steps: int | None = None
-    """Steps per measurement; None: 20, on a CPU 2."""
+    """Steps per measurement; None: 20, or 2 on a CPU."""
 
     repeats: int = 5
-    """Measurements of each case, interleaved; the median counts."""
+    """Number of measurements of each case, interleaved; the median is reported."""
 
     device: str = "auto"
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
@@ -53,10 +53,10 @@ class Cost:
     """CSV file to write."""
 
     resume: bool = False
-    """Keep the measurements in the CSV file and add the missing ones."""
+    """Keep the existing measurements in the CSV file and add the missing ones."""
 
     table: tuple[Path, ...] = ()
-    """Measure nothing: print these CSV files as a Markdown table."""
+    """Print these CSV files as a Markdown table instead of measuring."""
 
 
 def run(words: list[str]) -> None:

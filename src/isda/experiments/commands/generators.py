@@ -23,25 +23,25 @@ class Gan:
     """Arguments of ``isda gan train``."""
 
     settings: Annotated[GanSettings, tyro.conf.arg(name="")]
-    """What to train: a GAN, any setting of which can be changed."""
+    """What to train: a GAN, whose settings can be changed."""
 
     seed: int = 0
-    """Seed of the initial weights and of all draws."""
+    """Seed of the initial weights and of all random draws."""
 
     sample_every: int = 0
-    """Epochs between two grids of samples; 0: a twentieth of all epochs."""
+    """Number of epochs between two grids of samples; 0: a twentieth of all epochs."""
 
     out: Path = Path("generators")
     """Folder for the GANs: OUT/<data>-<gan>/<seed>/."""
 
     resume: bool = False
-    """Continue from the last checkpoint; the number of epochs may be another one."""
+    """Continue from the last checkpoint; the number of epochs may be changed."""
 
     device: str = "auto"
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
     data_root: Path | None = None
-    """Folder of CIFAR; None: data."""
+    """Folder that contains CIFAR; None: data."""
 
     download: bool = False
     """Download CIFAR if it is missing."""
@@ -53,10 +53,10 @@ class Gan:
     """Use deterministic GPU kernels: bitwise reproducible, but slower."""
 
     checkpoint_seconds: float = 60.0
-    """Minimum time between checkpoints; the last epoch always writes one."""
+    """Minimum number of seconds between checkpoints; the last epoch always writes one."""
 
     minutes: float | None = None
-    """Time limit, counted from the start of the command; as in isda train."""
+    """Time limit in minutes from the start of the command, as in isda train."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +64,16 @@ class _WithClassifier:
     """Arguments of all commands that use a trained classifier."""
 
     seed: int = 0
-    """Seed of the choice of images and of all draws."""
+    """Seed of the choice of images and of all random draws."""
 
     device: str = "auto"
     """Device: auto (a GPU if there is one), cpu, cuda or cuda:N."""
 
     data_root: Path | None = None
-    """Folder of ImageNet, or of CIFAR (None: data)."""
+    """Folder that contains ImageNet or CIFAR; None: data, for CIFAR."""
 
     skip_unreadable: bool = False
-    """Skip image files that cannot be decoded, as the run did."""
+    """Skip image files that cannot be decoded, as in the training of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +84,10 @@ class Measure(_WithClassifier):
     """Folder of a trained GAN: OUT/<data>-<gan>/<seed>."""
 
     classifier: Path
-    """Folder of a finished run, with its checkpoint, whose features the distance is measured in."""
+    """Folder of a finished run with its checkpoint; distances are measured between its features."""
 
     epochs: int = 20
-    """Epochs of the small classifier that is trained on synthetic images alone."""
+    """Epochs of the small classifier that is trained only on synthetic images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,16 +101,16 @@ class Neighbours(_WithClassifier):
     """Folder for neighbours.png and neighbours.json."""
 
     samples: int = 10
-    """Training images to show, one row each."""
+    """Number of training images to show, one per row."""
 
     measured: int = 1000
-    """Training images that the shares are measured on."""
+    """Number of training images on which to measure the percentages in the table."""
 
     draws: int = 5
-    """Draws from N(0, λΣ) per image."""
+    """Number of draws from N(0, λΣ) per image."""
 
     eigenvectors: int = 5
-    """Leading eigenvectors of Σ per image."""
+    """Number of leading eigenvectors of Σ per image."""
 
     strength: float | None = None
     """Strength λ of the moves; None: lambda_0 of the run."""
@@ -124,17 +124,18 @@ class Invert(_WithClassifier):
     """Folder of a finished run with ISDA, with its checkpoint."""
 
     generator: Path | None = None
-    """Folder of a trained GAN: OUT/<data>-<gan>/<seed>. None: a generator that is trained with the
-    decoder, with --start decoder."""
+    """Folder of a trained GAN: OUT/<data>-<gan>/<seed>. None: train a generator together with the
+    decoder, which requires --start decoder."""
 
     judge: Path | None = None
-    """Folder of another run, not used otherwise, which says whether pictures keep their class."""
+    """Folder of another run, an independent classifier that checks whether pictures keep their
+    class."""
 
     out: Path = Path("pictures")
     """Folder for inversion.png and inversion.json."""
 
     samples: int = 10
-    """Training images to invert; the grid shows the first 20, one row each."""
+    """Number of training images to invert; the grid shows the first 20, one per row."""
 
     settings: Annotated[InversionSettings, tyro.conf.arg(name="")] = field(
         default_factory=InversionSettings
@@ -151,17 +152,17 @@ class Invert(_WithClassifier):
     """Use deterministic GPU kernels: bitwise reproducible, but slower."""
 
     resume: bool = False
-    """Continue what was begun with the same arguments."""
+    """Continue an unfinished inversion with the same arguments."""
 
     checkpoint_seconds: float = 60.0
-    """Minimum time between writing two states to continue from, OUT/inversion.pt."""
+    """Minimum number of seconds between writes of OUT/inversion.pt, the state to resume from."""
 
     minutes: float | None = None
-    """Time limit, counted from the start of the command; as in isda train."""
+    """Time limit in minutes from the start of the command, as in isda train."""
 
 
 def _options_of(arguments: Any) -> Options:
-    """The options of a training that are among the arguments of a command."""
+    """The training options among the arguments of a command."""
     names = {one.name for one in fields(Options)} & {one.name for one in fields(arguments)}
     return Options(**{name: getattr(arguments, name) for name in names})
 

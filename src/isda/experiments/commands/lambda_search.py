@@ -107,9 +107,10 @@ def checked_candidates(candidates: Sequence[float] | None, recipe: Recipe) -> tu
 
 
 def with_hold_out(recipe: Recipe, options: Options) -> Recipe:
-    """The recipe with its ``hold_out``, or if that is 0 with as many images as in the paper.
+    """The recipe with its ``hold_out``; if that is 0, with the number of images in the paper.
 
-    For other data sets it is a tenth of the training images, and at least one per class.
+    For data sets that the paper does not use, hold out a tenth of the training images, but at least
+    as many as there are classes.
     """
     number = recipe.hold_out or _HOLD_OUT.get(recipe.data, 0)
     if not number:
@@ -174,7 +175,7 @@ def train_sides(
     given: RecipeArguments,
     records: Path | None,
 ) -> list[Side]:
-    """Train every recipe with every seed in one go; empty on ranks other than 0."""
+    """Train every recipe with every seed at once; returns an empty list on ranks other than 0."""
     named = {given.start.pair_name(recipe): recipe for recipe in recipes}
     plans = [Plan(name, recipe, seed) for name, recipe in named.items() for seed in seeds]
     if records is not None and distributed.rank(None) == 0:

@@ -1,7 +1,7 @@
-"""``isda queue``: train what a text file with one command per line needs, in this order.
+"""``isda queue``: train the runs that the commands in a text file need, line by line.
 
-Runs that are finished, in the folder of the runs or in that of the records, are skipped, others are
-started or resumed. So the command can be stopped or killed at any time and started again.
+Runs that are finished, in the folder of the runs or of the records, are skipped; others are started
+or resumed. The command can therefore be stopped or killed at any time and started again.
 """
 
 import sys
@@ -36,18 +36,18 @@ class Queue:
     """Text file with one command per line: train, compare, search, calibrate or table."""
 
     results: Path = Path("results")
-    """Folder of run records: runs that are finished there are skipped."""
+    """Folder of run records; runs that are finished there are skipped."""
 
     dry_run: bool = False
-    """Print what is left to train and about how long it takes, and exit; with --minutes also what
-    fits into them."""
+    """Print what is left to train and an estimate of the time, then exit; with --minutes, also
+    print what fits into the limit."""
 
     engine: Literal["local", "ray"] = "local"
-    """local: in this process, line by line. ray: on all GPUs of a Ray cluster, one worker each, or
-    in --processes workers on CPUs."""
+    """local: train in this process, line by line. ray: train on all GPUs of a Ray cluster, with one
+    worker per GPU, or with --processes workers on CPUs."""
 
     address: str | None = None
-    """Address of a Ray cluster, such as auto or HOST:6379; None: an instance on this machine, with
+    """Address of a Ray cluster, such as auto or HOST:6379; None: start Ray on this machine, with
     all its GPUs."""
 
     options: Annotated[Options, tyro.conf.arg(name="")] = field(
@@ -60,14 +60,14 @@ def run(words: list[str]) -> None:
     """Train what is missing, line by line; an error in a line does not stop the others.
 
     Raises:
-        TimeUp: the time limit ended before the queue.
-        InputError: lines that failed.
+        TimeUp: the time limit was reached before the end of the queue.
+        InputError: some lines failed.
     """
     given = parse(Queue, "queue", words)
     if not given.options.resume:
-        raise InputError("a queue always resumes its runs: leave --no-resume out, or change --out")
+        raise InputError("a queue always resumes its runs: remove --no-resume, or change --out")
     if given.address is not None and given.engine != "ray":
-        raise InputError("--address is that of a Ray cluster: use it with --engine ray")
+        raise InputError("--address is the address of a Ray cluster: add --engine ray")
     lines = read_queue(given.file, given.options)
     if given.dry_run:
         print(forecast_text(lines, given.results, given.options))
@@ -100,8 +100,8 @@ def _work_through(lines: list[Line], records: Path) -> list[str]:
 def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
     """Train on all workers; returns the places of lines that failed.
 
-    First the runs of all lines, a run that two lines need once; then the lines that choose or fit
-    something with their runs, each on one worker.
+    The runs of all lines are trained first, each only once even if several lines need it. Then the
+    lines that choose or fit something with their runs are executed, each on one worker.
     """
     runs, whole, seen = [], [], set[tuple[str, int]]()
     for line in lines:
@@ -138,7 +138,7 @@ def _worker_groups(
 
 
 def _job_of_runs(line: Line, plans: Sequence[Plan], workers: Workers) -> Job:
-    """The job to train runs of a line."""
+    """The job to train some runs of a line."""
     options = line.task.options
     folders = [plan.folder(options.out) for plan in plans]
     epochs = [plan.recipe.epochs for plan in plans]
@@ -150,7 +150,7 @@ def _job_of_runs(line: Line, plans: Sequence[Plan], workers: Workers) -> Job:
 
 
 def _job_of_line(line: Line, records: Path, workers: Workers) -> Job:
-    """The job to train what is missing of a line."""
+    """The job to train what a line still needs."""
     options = partial(_worker_options, line.task.options, workers)
     return Job(
         line.place,
@@ -159,15 +159,15 @@ def _job_of_line(line: Line, records: Path, workers: Workers) -> Job:
 
 
 def _worker_options(options: Options, workers: Workers) -> Options:
-    """Options on a worker, with the time that is left now."""
+    """Options for a worker, limited to the time that is left now."""
     return replace(options.with_minutes_left(), device=workers.device, processes=1)
 
 
 def _train_here(plans: Sequence[Plan], options: Options) -> None:
-    """Train runs side by side on a worker, whose clock is not that of the command."""
+    """Train runs side by side on a worker, whose clock may differ from that of the command."""
     loop.train(plans, replace(options), progress=False)
 
 
 def _work_here(task: Task, title: str, records: Path) -> None:
-    """Train what is missing of a line on a worker, whose clock is not that of the command."""
+    """Train what a line still needs on a worker, whose clock may differ from the command's."""
     task.with_options(replace(task.options)).train_missing(title, records)

@@ -1,7 +1,7 @@
 """``isda queue --dry-run``: what a queue still has to train, and about how long that takes.
 
-The time of a run is its number of images over the speed of the same network, in the records of
-earlier runs or else in a table of benchmarks/train.py. It does not include the start-up.
+The time of a run is its number of images divided by the speed of the same network, taken from the
+records of earlier runs or else from a table of benchmarks/train.py. It excludes the start-up.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str
     Args:
         lines: lines of the queue.
         records: folder of finished runs.
-        options: those of the command, with its time limit.
+        options: options of the command, with its time limit.
     """
     speeds = Speeds([records, options.out])
     found, problems, seen = [], [], set[tuple[str, int]]()
@@ -59,9 +59,10 @@ def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str
             problems.append(f"{line.place} will fail: {error}")
     width = terminal_width()
     notes = [
-        "Minutes are estimates without start-up, from the speed of earlier runs on "
-        f"{', '.join(speeds.devices) or 'no device'}; ? is unknown. MiB: the largest checkpoint of "
-        "a run. Lines that choose λ₀ count the final runs with the λ₀ of the recipe.",
+        "Minutes are estimated from the speed of earlier runs on "
+        f"{', '.join(speeds.devices) or 'no device'}, without start-up; ? means unknown. MiB is "
+        "the size of the largest checkpoint. For lines that choose λ₀, final runs are counted with "
+        "the λ₀ of the recipe.",
         *([] if options.minutes is None else [_what_fits(found, options.minutes)]),
     ]
     return "\n".join([_table(found, width), "", *(fit(note, width) for note in notes), *problems])
@@ -71,8 +72,8 @@ class Speeds:
     """Images per second of all runs side by side together, by network.
 
     Args:
-        folders: folders of runs or records; later ones take precedence, and in a folder its runs
-            over its benchmarks/train*.csv.
+        folders: folders of runs or records. Later folders take precedence, and within a folder its
+            runs over its benchmarks/train*.csv.
     """
 
     def __init__(self, folders: Iterable[Path]) -> None:
@@ -94,7 +95,7 @@ class Speeds:
         return (drawn or images - recipe.hold_out) / (1 - recipe.synthetic) / speed
 
     def _add_benchmarks(self, folder: Path) -> None:
-        """The highest speed of each network: that with the best number of runs side by side."""
+        """The highest speed of each network, with the best number of runs side by side."""
         for path in sorted(folder.glob("train*.csv")):
             with open(path, encoding="utf-8", newline="") as file:
                 for row in csv.DictReader(file):
@@ -161,7 +162,7 @@ class _Forecast:
 
 
 def _forecast(line: Line, total: int, left: Sequence[Plan], speeds: Speeds) -> _Forecast:
-    """What is left of a line, if these are its runs to train."""
+    """What is left of a line, given the runs that it still has to train."""
     epochs = [plan.recipe.epochs - _epochs_done(plan, line.task.options.out) for plan in left]
     times = [speeds.seconds_per_epoch(plan.recipe) for plan in left]
     seconds = sum(number * (time or 0.0) for number, time in zip(epochs, times, strict=True))

@@ -50,14 +50,14 @@ class Line:
 
 
 def read_queue(path: Path, options: Options) -> list[Line]:
-    """Commands of a file.
+    """Read the commands of a file.
 
     Args:
         path: text file.
         options: how to run the training; options in a line take precedence.
 
     Raises:
-        InputError: a line is not a valid command; names the line.
+        InputError: a line is not a valid command; the message names the line.
     """
     lines = []
     try:
@@ -79,14 +79,14 @@ def read_queue(path: Path, options: Options) -> list[Line]:
 
 
 def _task(words: list[str], options: Options) -> Task:
-    """What a line trains; always resumes, in the time of the command."""
+    """The task of a line; it always resumes, within the time limit of the command."""
     command, *rest = words
     if command not in _TASKS:
         raise unknown("command of a queue", command, _TASKS)
     try:
         task = _TASKS[command](rest)
     except SystemExit:
-        raise InputError("--help does not go into a queue") from None
+        raise InputError("--help cannot be used in a queue") from None
     own = {
         option.name: getattr(task.options, option.name)
         for option in fields(Options)

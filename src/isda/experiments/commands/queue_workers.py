@@ -1,8 +1,8 @@
 """Trainings on several GPUs or machines with Ray: ``isda queue FILE --engine ray``.
 
-One worker per GPU, or per process on CPUs, takes one job after the other. All workers read and
-write the same folders, so a job whose worker was lost continues elsewhere from the checkpoints of
-its runs. Ray is imported only here, when the engine is used.
+Each worker, one per GPU or CPU process, takes one job after another. All workers read and write
+the same folders, so a job whose worker was lost continues elsewhere from the checkpoints of its
+runs. Ray is imported only here, when the engine is used.
 """
 
 import os
@@ -30,10 +30,10 @@ class Job:
     """A part of the work, for one worker."""
 
     label: str
-    """What it is, for messages."""
+    """Description, for messages."""
 
     prepare: Callable[[], Callable[[], None]]
-    """Called when a worker is free: the function to send to it, which can be pickled."""
+    """Called when a worker is free; returns the function to send to it, which can be pickled."""
 
     runs: tuple[tuple[Path, int], ...] = ()
     """Folders of its runs, and their number of epochs."""
@@ -85,10 +85,10 @@ class Workers:
         self._ray.shutdown()
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[Job, str]]:
-        """Run all jobs; returns those that failed, with the reasons.
+        """Run all jobs; returns the failed ones, with the reasons.
 
-        A job whose worker is lost is run again, up to three times; one that needs a run of another
-        job waits for that.
+        A job whose worker is lost is run again, up to three times. A job that needs a run of
+        another job waits for it.
 
         Raises:
             TimeUp: the time limit of a job was reached; its runs have written checkpoints.
@@ -112,7 +112,7 @@ class Workers:
         return work.failed
 
     def _receive(self, ref: Any, work: "_Work", view: "_View") -> None:
-        """Take the answer of a worker, or replace it if it was lost."""
+        """Take the answer of a worker, or replace the worker if it was lost."""
         worker, job = work.busy.pop(ref) if ref in work.busy else (self._starting.pop(ref), None)
         try:
             kind, text = self._ray.get(ref)
@@ -136,7 +136,7 @@ class Workers:
             work.failed.append((job, text))
 
     def _start(self) -> tuple[Any, Any]:
-        """A new worker, and before it the reference that is done when it is ready."""
+        """A reference that is done when the new worker is ready, and the worker."""
         worker = self._create(os.getcwd(), one_thread=self.device == "cpu")
         return worker.ready.remote(), worker
 
@@ -174,8 +174,8 @@ class _Work:
         return again
 
     def put_off(self, job: Job, reason: str) -> None:
-        """Try a job again when another one ends, which may train a run that it needs, too."""
-        alone = not self.busy  # so the run belongs to a process outside of this queue
+        """Try a job again when another one ends, which may be training a run that both need."""
+        alone = not self.busy  # so a process outside this queue holds the run
         self._losses[job] += alone
         if self._losses[job] < _ATTEMPTS:
             self._put_off.append(job)
@@ -191,7 +191,7 @@ class _Work:
 
 
 class _Worker:
-    """A process that trains, in the folder of the command, which all machines must have."""
+    """A process that trains in the folder of the command, which all machines must have."""
 
     def __init__(self, folder: str, *, one_thread: bool) -> None:
         import torch
@@ -204,7 +204,7 @@ class _Worker:
         return "ready", ""
 
     def run(self, work: Callable[[], None]) -> tuple[str, str]:
-        """Do the work; errors become words, because not all of them can be pickled."""
+        """Do the work; returns errors as text, because not all of them can be pickled."""
         from isda.experiments.training.failures import reason_of
 
         try:

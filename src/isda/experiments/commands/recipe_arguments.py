@@ -1,4 +1,4 @@
-"""The words behind a command that trains: a recipe by name, every field of which is a flag."""
+"""Arguments of commands that train: the name of a recipe, and a flag for each of its fields."""
 
 import argparse
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class RecipeArguments:
     """Arguments of ``isda train``, and of the commands that train several variants of a recipe."""
 
     recipe: Annotated[Recipe, tyro.conf.arg(name="")]
-    """What to train: a recipe, any field of which can be changed."""
+    """What to train: a recipe, whose fields can be changed."""
 
     start: Annotated[Start, tyro.conf.Fixed, tyro.conf.Suppress]
     """The recipe before its fields were changed; not a flag."""
@@ -36,7 +36,7 @@ _RecipeArguments = TypeVar("_RecipeArguments", bound=RecipeArguments)
 
 
 def parse_recipe(kind: type[_RecipeArguments], command: str, words: list[str]) -> _RecipeArguments:
-    """Parse the words behind a command that trains; the name of a recipe may come first."""
+    """Parse the arguments of a command that trains; the name of a recipe may come first."""
     name = None
     if words and not words[0].startswith("-"):
         name, *words = words
@@ -54,7 +54,7 @@ def parse_recipe(kind: type[_RecipeArguments], command: str, words: list[str]) -
 
 
 def _start(name: str | None, words: list[str]) -> tuple[Recipe, Recipe]:
-    """The recipe to start from, and the defaults of the flags: that recipe with ``--method``."""
+    """The recipe to start from, and the same recipe with ``--method``: the flags' defaults."""
     scan = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in ("--data", "--network", "--method", "--weights", "--device"):
         scan.add_argument(flag, nargs="?", default="")

@@ -27,20 +27,20 @@ class Report:
     """Copy the records of finished runs, without checkpoints, to this folder."""
 
     update: tuple[Path, ...] = ()
-    """Markdown files whose tables between <!-- runs:NAME --> marks are to be updated."""
+    """Markdown files in which to update the tables between <!-- runs:NAME --> marks."""
 
     page: Path | None = None
     """Write tables, comparisons and curves as one self-contained HTML page."""
 
     figures: Path | None = None
-    """Draw error, NLL and calibration, and the curve of lambda_0, as SVG files in this folder."""
+    """Draw error, NLL, calibration and the curve of lambda_0 as SVG files in this folder."""
 
     costs: tuple[Path, ...] = ()
     """CSV files written by isda cost, to show below Table 1."""
 
     pictures: tuple[Path, ...] = ()
-    """Folders that isda invert, neighbours or gan measure has written to, to show at the end, and
-    in updated files between <!-- runs:FOLDER:pictures --> marks."""
+    """Output folders of isda invert, neighbours or gan measure, to show at the end and between
+    <!-- runs:FOLDER:pictures --> marks in updated files."""
 
 
 def run(words: list[str]) -> None:
@@ -74,7 +74,7 @@ def run(words: list[str]) -> None:
 
 
 def _export(runs: list[Run], folder: Path) -> None:
-    """Copy records, and print their folders; two of the same run are refused before that."""
+    """Copy records and print their folders; raises InputError if two are of the same run."""
     first: dict[tuple[str, int], Run] = {}
     for one in runs:
         twin = first.setdefault((one.name, one.seed), one)

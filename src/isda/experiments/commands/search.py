@@ -49,7 +49,7 @@ class Search(RecipeArguments, Task):
     """Arguments of ``isda search``; the λ₀ of the recipe is ignored."""
 
     candidates: tuple[float, ...] | None = None
-    """Values of lambda_0 to try; None: 0.1 0.25 0.5 0.75 1, for imagenet 1 2.5 5 7.5 10.
+    """Values of lambda_0 to try; None: 0.1 0.25 0.5 0.75 1, or for imagenet 1 2.5 5 7.5 10.
     Without --hold-out, a tenth of the training images is held out (imagenet: 50,000)."""
 
     final_seeds: tuple[int, ...] = (0, 1, 2)
@@ -112,7 +112,7 @@ class Search(RecipeArguments, Task):
 
 
 def plan(words: list[str]) -> Search:
-    """What the words behind the command train."""
+    """The task described by the arguments of the command."""
     task = parse_recipe(Search, "search", words)
     if task.recipe.method != "isda":
         raise InputError(

@@ -34,12 +34,11 @@ class Table:
     """Number of the table, 1 to 5."""
 
     cell: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Train what a cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method; several cells
-    by several --cell."""
+    """Train the runs that a cell needs: DATA/NETWORK, or DATA/NETWORK/METHOD for one method. Repeat
+    --cell to train several cells."""
 
     results: Path | None = None
-    """Folder of run records to show, without --cell; None: ./runs if it exists, else
-    ./results."""
+    """Folder of run records to show; not with --cell. None: ./runs if it exists, else ./results."""
 
     dry_run: bool = False
     """Print the commands that would train the cell, and exit."""
@@ -57,7 +56,7 @@ class Table:
     """How to run the training."""
 
     def changes(self) -> dict[str, Any]:
-        """Fields of the recipes that are given here."""
+        """Fields of the recipes that these arguments change."""
         given = {"epochs": self.epochs, "batch_size": self.batch_size}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -72,7 +71,7 @@ class Table:
         if not self.cell:
             raise InputError("training needs a cell: isda table N --cell DATA/NETWORK")
         if self.results is not None:
-            raise InputError("--results does not go with --cell; --out is the folder of its runs")
+            raise InputError("--results cannot be used with --cell: set the folder with --out")
         require_seeds("seeds", self.seeds)
 
     def planned(self) -> "PlannedRuns":
@@ -87,7 +86,7 @@ class Table:
 
 
 def plan(words: list[str]) -> "PlannedRuns":
-    """What the words behind the command train."""
+    """The task described by the arguments of the command."""
     return parse(Table, "table", words).planned()
 
 

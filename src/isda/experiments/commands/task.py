@@ -15,7 +15,7 @@ __all__ = ["PlannedRuns", "Task"]
 
 
 class Task(ABC):
-    """What a command trains; a queue can train it, too."""
+    """What a command trains; a queue can also train it."""
 
     options: Options
     """How to run the training."""
@@ -61,7 +61,7 @@ class PlannedRuns(Task):
                 for name, recipe in self.recipes.items()]  # fmt: skip
 
     def missing(self, title: str, records: Path) -> list[Plan]:
-        """The runs that are not finished; prints how many are."""
+        """The unfinished runs; prints how many are finished."""
         plans = self.plans()
         missing = [plan for plan in plans if not records_of(plan, self.options.out, records)]
         done = len(plans) - len(missing)

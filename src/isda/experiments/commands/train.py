@@ -10,7 +10,7 @@ __all__ = ["plan", "run"]
 
 
 def plan(words: list[str]) -> PlannedRuns:
-    """What the words behind the command train."""
+    """The task described by the arguments of the command."""
     given = parse_recipe(RecipeArguments, "train", words)
     name = given.start.run_name(given.recipe)
     return PlannedRuns({name: given.recipe}, given.seeds, given.options)

@@ -43,7 +43,7 @@ def run(words: list[str]) -> None:
 def export_weights(folder: Path, out: Path) -> tuple[Path, Path]:
     """Write the weights of a finished run, and a model card with the same name and ``.md``.
 
-    With ``ema``, these are the averaged weights, which were evaluated.
+    With ``ema``, these are the averaged weights, which are the ones that were evaluated.
 
     Args:
         folder: folder of the run, with its checkpoint.

@@ -97,7 +97,7 @@ class ImageArrays:
         )
 
     def draw(self, images_per_class: int, *, seed: int, test_on_rest: bool) -> "ImageArrays":
-        """Random training images, the same number of each class, which depend only on ``seed``.
+        """Random training images, the same number of each class; they depend only on ``seed``.
 
         Args:
             images_per_class: number of training images of each class.
@@ -142,8 +142,8 @@ def load_data(
     - ``imagenet`` is ``root`` with ``train/`` and ``val/``.
     - ``imagefolder:PATH`` has one folder per class in ``PATH/train`` (or ``training``) and in the
       first of ``PATH/val``, ``valid``, ``validation``, ``test``, ``testing``, in upper or lower
-      case. If there is no such folder for testing, or if the classes are in ``PATH`` itself, one
-      image in five of each class is used for testing. Hidden files and folders are ignored.
+      case. If there is no such folder, or if the classes are in ``PATH`` itself, one image in five
+      of each class is used for testing. Hidden files and folders are ignored.
 
     Args:
         spec: one of ``DATA``.
@@ -152,8 +152,8 @@ def load_data(
         skip: image files to leave out.
         image_size: side of the crops of image files.
         workers: threads that decode image files; by default one per CPU core, at most 16.
-        interpolation: of image files when they are resized, bilinear or bicubic.
-        test_crop: side of the crops of test files as a share of the shorter side.
+        interpolation: interpolation for resizing image files, bilinear or bicubic.
+        test_crop: side of the crops of test files as a fraction of the shorter side.
     """
     kind, _, path = spec.partition(":")
     if kind == "digits" and not path:
@@ -232,7 +232,7 @@ def draw(
     leave_one: bool = False,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Indices of random images, the same number of each class, and those of all others.
+    """Indices of random images, the same number of each class, and the indices of all others.
 
     Args:
         target: class of every image.
@@ -240,7 +240,7 @@ def draw(
         images_per_class: number of images of each class.
         seed: seed of the draw.
         leave_one: leave at least one image of each class for the others.
-        name: of the data set.
+        name: name of the data set.
 
     Shape:
         target (N,); outputs ascending, on its device.
@@ -331,9 +331,7 @@ def _read_torchvision(name: str, packed: Path, *, download: bool) -> dict[str, n
     source = CIFAR10 if name == "cifar10" else CIFAR100
     folder = packed.parent / source.base_folder
     if not (download or folder.is_dir()):
-        raise InputError(
-            f"{name} not found: neither {packed} nor {folder}{os.sep}; --download gets it"
-        )
+        raise InputError(f"{name} not found: neither {packed} nor {folder}{os.sep}; use --download")
     arrays = {}
     for part in ("train", "test"):
         try:

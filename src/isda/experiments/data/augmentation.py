@@ -1,7 +1,7 @@
 """Augmentation of CIFAR (Section 4.1): crop, flip, AutoAugment and Cutout, batched on the device.
 
 Input and output are uint8 images (N, C, H, W). The functions are pure and take the random values as
-arguments. :class:`Augmentation` draws them from a key; those of image i depend only on key and i.
+arguments. :class:`Augmentation` draws them from a key; those for image i depend only on key and i.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ def random_crop(images: Tensor, offsets: Tensor, *, padding: int = 4) -> Tensor:
     """Pad every image by reflection and crop it back to its size at its own offset.
 
     Equivalent to ``F.pad(image, [padding] * 4, mode="reflect")[:, y : y + H, x : x + W]`` for each
-    image and its offset (y, x), but by index arithmetic and one gather.
+    image and its offset (y, x), but with index arithmetic and one gather.
 
     Args:
         images: images of any type.

@@ -1,8 +1,8 @@
 """AutoAugment (Section 4.1) with the CIFAR-10 policy, drawn separately for every image.
 
-The settings are those of the authors' code, which differ from torchvision's: pixels from outside
-the image are grey (128), a shear is bicubic, translations and rotations take the nearest pixel, a
-rotation is never negated, thresholds of Solarize go from 256 to 0, and the second operation of
+The settings are those of the authors' code, which differ from torchvision's: pixels outside
+the image are grey (128), shears are bicubic, translations and rotations take the nearest pixel,
+rotations are never negated, thresholds of Solarize go from 256 to 0, and the second operation of
 sub-policy 16 has the probability 0.8 instead of 0.6. Every operation gives the same bytes as
 Pillow's.
 
@@ -26,7 +26,7 @@ from isda.experiments.data.counter_rng import fold, integers, uniform
 __all__ = ["FILL", "POLICY", "autoaugment", "draw_policies"]
 
 FILL = 128
-"""Value of pixels from outside the image."""
+"""Value of pixels outside the image."""
 
 # 25 pairs of (operation, probability, level or None)
 POLICY: tuple[tuple[tuple[str, float, int | None], ...], ...] = tuple(

@@ -1,8 +1,8 @@
-"""Batches of images that are not on the device, brought there ahead of the steps.
+"""Batches of images that are not on the device, copied to it ahead of the steps.
 
 A thread copies or decodes the images of the next batches into pinned buffers. It does not call
 CUDA, so that it cannot disturb the capture of a graph. The training thread copies the buffers to
-the device on a stream of their own, one batch ahead, and from there to tensors with fixed
+the device on a separate stream, one batch ahead, and from there to tensors with fixed
 addresses, which captured steps read.
 """
 
@@ -35,7 +35,7 @@ class BatchFeed:
         images: images on the CPU or in files.
         target: classes of the images.
         batch_size: largest number of images in a batch.
-        device: where to bring the batches.
+        device: device to copy the batches to.
     """
 
     def __init__(

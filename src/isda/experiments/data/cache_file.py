@@ -1,8 +1,8 @@
 """The file beside a folder of images that holds their decoded bytes.
 
-Its name has the settings and a hash of name, size and times of change of every image file, so a
-file for other images or settings is never used. It is written under another name and renamed when
-it is complete, and replaces files with the same settings for images that have changed since.
+Its name contains the settings and a hash of name, size, mtime and ctime of every image file, so a
+file for other images or settings is never used. It is written under a temporary name, renamed
+when complete, and replaces files with the same settings for images that have changed since.
 """
 
 import fcntl
@@ -40,7 +40,7 @@ class CacheFile:
     def of(cls, data: FolderImages) -> "CacheFile":
         """The file for these images, which need not exist."""
         settings = f"{data.image_size}-{data.interpolation}-{data.test_crop:g}"
-        if not data.train_files:  # all as test images; must not replace the file of the training
+        if not data.train_files:  # all are test images; must not replace the file of the training
             settings = f"tested-{settings}"
         return cls(data, data.path / CACHE_FOLDER / f"{settings}-{_contents_key(data)}.bytes")
 
@@ -66,7 +66,7 @@ class CacheFile:
 
         Args:
             size: sizes of the training images.
-            decode: function that passes the bytes in order to the function that it is given.
+            decode: function that passes the bytes, in order, to its argument.
         """
         with _locked(self.path.parent):
             found = self.read()
@@ -92,8 +92,8 @@ class CacheFile:
                     os.fsync(file.fileno())
                     if CacheFile.of(self.data) != self:
                         raise InputError(
-                            f"images under {self.data.path} have changed while they were decoded: "
-                            f"repeat the command"
+                            f"images under {self.data.path} changed while they were decoded: "
+                            "try again"
                         )
                     os.replace(new, self.path)
                     sync_folder(self.path.parent)
@@ -105,7 +105,7 @@ class CacheFile:
 
 
 def _contents_key(data: FolderImages) -> str:
-    """Hash of the settings and of name, size and times of change of every image file."""
+    """Hash of the settings and of name, size, mtime and ctime of every image file."""
     import torchvision  # slow to import
 
     settings = (data.image_size, data.interpolation, data.test_crop)

@@ -1,6 +1,6 @@
 """Decoding of image files in threads, to the sizes that crops need.
 
-JPEG files are decoded by torchvision, others by PIL. Both release Python's lock while they decode,
+JPEG files are decoded by torchvision, others by PIL. Both release the GIL while they decode,
 and both give the same pixels of a JPEG. Photos are turned upright, as their EXIF data says.
 """
 
@@ -234,12 +234,12 @@ def _resized(length: int, side: int, short: int) -> int:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Orientation that the EXIF data in the header of a file gives; 1: the image is upright."""
+    """Orientation from the EXIF data in the header of a file; 1: the image is upright."""
     if image.format == "TIFF" or "exif" not in image.info:  # PIL itself turns TIFF images
         return 1
     try:
         return int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # EXIF data that are damaged say nothing
+    except Exception:  # damaged EXIF data are ignored
         return 1
 
 
@@ -280,5 +280,5 @@ def _require_ratio(one: int, other: int) -> None:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
-        return "not an image that PIL reads"
+        return "not an image that PIL can read"
     return one_line(reason(error))

@@ -1,4 +1,4 @@
-"""Features of images as a data set, for a head that is trained on a frozen network."""
+"""Features of images as a data set, for training a head on a frozen network."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ __all__ = ["FeatureArrays", "batched"]
 
 @dataclass(frozen=True, eq=False)
 class FeatureArrays(ImageArrays):
-    """Images in the form of their features: ``train_images`` and ``test_images`` are (N, A)."""
+    """Data set of features: ``train_images`` and ``test_images`` have shape (N, A)."""
 
     backbone: Any = None  # the frozen network, see isda.experiments.networks.probe
 
@@ -31,7 +31,7 @@ def batched(
 ) -> Tensor:
     """Results of a function of uint8 images (N, C, H, W), computed batch by batch.
 
-    A thread decodes the next batch of files meanwhile.
+    Meanwhile, a thread decodes the next batch of files.
     """
     parts = [slice(first, first + batch_size) for first in range(0, number, batch_size)]
     results = []

@@ -1,7 +1,7 @@
 """Images of a folder, decoded once and kept as bytes: on the GPU, in memory, or in a file.
 
 Training images are stored with a shorter side of at most 256/224 of the side of the crops, test
-images as they are tested, resized and center-cropped. All places hold the same bytes, so that the
+images after resizing and centre-cropping. All places hold the same bytes, so that the
 choice does not change the results.
 """
 
@@ -176,8 +176,7 @@ def _choose(cache: str, total: int, device: torch.device, path: Path, *, on_disk
         return next((place for place in places if 2 * total <= room[place]), "off")
     if cache == "disk" and not on_disk and not _is_writable(path):
         raise InputError(
-            f"cache must be another place than disk, because {one_line(path)} is read-only: use "
-            "--cache auto"
+            f"cache must not be disk, because {one_line(path)} is read-only: use --cache auto"
         )
     if cache != "off" and total > room[cache]:
         raise InputError(
@@ -192,7 +191,7 @@ def _sizes(data: FolderImages) -> Tensor:
     found = stored_sizes(data.train_files, image_size=data.image_size, threads=data.workers)
     if any(isinstance(size, str) for size in found):
         _require_readable(data)
-        raise InputError(f"images under {data.path} have changed while they were read")
+        raise InputError(f"images under {data.path} changed while they were read: try again")
     return torch.tensor(found, dtype=torch.int64).view(-1, 2)
 
 
@@ -209,7 +208,7 @@ def _files(data: FolderImages, size: Tensor) -> ImageFiles:
 
 
 def center_crops(data: FolderImages, files: tuple[str, ...]) -> ImageFiles:
-    """Files of a folder as they are tested, resized and center-cropped."""
+    """Files of a folder as used for testing, resized and centre-cropped."""
     size = torch.full((len(files), 2), data.image_size)
     decode = partial(
         decode_center_crop,
@@ -255,7 +254,7 @@ def _chunks(size: Tensor) -> Iterator[range]:
 
 
 def _filling(content: Tensor) -> Callable[[Tensor], None]:
-    """Function that writes the bytes that it is given one after the other."""
+    """Function that fills ``content`` with the bytes that it is called with, one after another."""
     filled = 0
 
     def store(part: Tensor) -> None:
@@ -267,7 +266,7 @@ def _filling(content: Tensor) -> Callable[[Tensor], None]:
 
 
 def _free_memory(device: torch.device) -> int:
-    """Bytes of free memory; on the host, those of this process's part of a machine."""
+    """Bytes of free memory; on the host, within the limits of this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     pages = os.sysconf("SC_AVPHYS_PAGES")

@@ -52,8 +52,8 @@ class FolderImages:
         """Hash of settings, and of names and sizes of all files.
 
         Args:
-            settings: what else it depends on.
-            times: also hash the times of change, which a copy of the folder does not have.
+            settings: settings to include.
+            times: also hash mtime and ctime, which a copy of the folder does not keep.
         """
         key = hashlib.sha256(repr(settings).encode())
         for files in (self.train_files, self.test_files):
@@ -116,8 +116,8 @@ def load_folder(
         image_size: side of the crops in pixels.
         workers: number of threads that decode.
         skip: files to leave out.
-        interpolation: of the images when they are resized, bilinear or bicubic.
-        test_crop: side of the test crops as a share of the shorter side.
+        interpolation: interpolation for resizing, bilinear or bicubic.
+        test_crop: side of the test crops as a fraction of the shorter side.
     """
     if image_size < 1:
         raise InputError(f"image_size must be >= 1, got {image_size}")
@@ -173,7 +173,7 @@ def load_folder(
     empty = _absent(found)
     if empty:
         raise InputError(
-            f"{one_line(train)} has classes without images that PIL reads: {few(empty)}"
+            f"{one_line(train)} has classes without images that PIL can read: {few(empty)}"
         )
     if test:
         return found
@@ -210,7 +210,7 @@ def _require_no_other_part(path: Path, train: Path, class_names: list[str]) -> N
     if others:
         raise InputError(
             f"{one_line(path)} has folders of the same classes in {train.name} and {few(others)}: "
-            "rename that with the test images to test, or move the others elsewhere"
+            "rename the one with the test images to test, or move the others elsewhere"
         )
 
 

@@ -21,7 +21,7 @@ __all__ = [
 
 
 def strength_of(classifier: TrainedClassifier, strength: float | None) -> float:
-    """λ to show: the given one, or λ₀ of the recipe."""
+    """The strength λ: ``strength``, or by default λ₀ of the recipe."""
     found = classifier.recipe.lambda_0 if strength is None else strength
     if not 0 <= found < float("inf"):
         raise InputError(f"strength must be >= 0, got {found}")
@@ -29,7 +29,7 @@ def strength_of(classifier: TrainedClassifier, strength: float | None) -> float:
 
 
 def choose_samples(classifier: TrainedClassifier, number: int, seed: int) -> Tensor:
-    """Indices of random training images, in turn of every class."""
+    """Indices of random training images, taken from each class in turn."""
     target = classifier.data.train_target
     if not 1 <= number <= len(target):
         raise InputError(f"samples must be between 1 and {len(target)}, got {number}")
@@ -78,11 +78,11 @@ def eigenvector_moves(
 
 
 def random_moves(moves: Tensor, key: Tensor) -> Tensor:
-    """Moves as long as the given ones, in random directions."""
+    """Moves in random directions, each as long as the corresponding one of ``moves``."""
     return as_long_as(counter_rng.normal(tuple(moves.shape), key), moves)
 
 
 def as_long_as(moves: Tensor, others: Tensor) -> Tensor:
-    """Moves in the same directions, with the lengths of other moves."""
+    """Moves in the directions of ``moves``, with the lengths of ``others``."""
     length = moves.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     return moves / length * others.norm(dim=-1, keepdim=True)

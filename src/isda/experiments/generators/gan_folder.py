@@ -1,9 +1,9 @@
 """Folder of a GAN: ``OUT/<data>-<gan>/<seed>/`` with gan.json, checkpoint.pt and samples/.
 
 The checkpoint holds everything, the losses of all epochs included, and is replaced as a whole: a
-GAN that was killed continues from it exactly. At the end ``generator.pt`` is written, the averaged
-weights alone, which all other commands read. The name gan.json differs from that of a run, so that
-a report never takes a GAN for a run.
+GAN whose training was killed continues from it exactly. At the end, ``generator.pt`` is written; it
+holds only the averaged weights, which all other commands read. gan.json is not called config.json,
+so that a report never takes a GAN for a run.
 """
 
 import json
@@ -79,7 +79,7 @@ class GanFolder:
         return found
 
     def change_epochs(self, epochs: int) -> None:
-        """Change the number of epochs, which nothing in the training of an epoch depends on."""
+        """Change the number of epochs; the training of an epoch does not depend on it."""
         if epochs == self.settings.epochs:
             return
         path = self.folder / "gan.json"
@@ -99,7 +99,7 @@ class GanFolder:
         """``checkpoint.pt`` or ``generator.pt`` on the CPU; None if there is none.
 
         Args:
-            name: of the file.
+            name: name of the file.
             use: called with the contents; any exception but an InputError counts as damage.
         """
         path = self.folder / name
@@ -110,7 +110,7 @@ class GanFolder:
             its = {**state["settings"], "epochs": self.settings.epochs}
             if its != self.settings.as_dict() or state["seed"] != self.seed:
                 raise InputError(
-                    f"{path} is the {path.stem} of another GAN: restore that of this one"
+                    f"{path} is the {path.stem} of another GAN: restore the one of this GAN"
                 )
             if use is not None:
                 use(state)

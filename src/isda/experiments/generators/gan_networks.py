@@ -32,14 +32,14 @@ def doublings(image_shape: tuple[int, ...]) -> tuple[int, int]:
         side, number = side // 2, number + 1
     if height != width or number < 1 or side > _LARGEST_START:
         raise InputError(
-            f"images must be squares for a generator, with a side of 4 to {_LARGEST_START} pixels "
+            f"images must be square for a generator, with a side of 4 to {_LARGEST_START} pixels "
             f"doubled once or more, such as 32, 96 or 224, got {height} x {width}"
         )
     return side, number
 
 
 class Generator(nn.Module):
-    """Latent to image: a linear layer to about 4 × 4, then transposed convolutions.
+    """Maps a latent to an image: a linear layer to about 4 × 4, then transposed convolutions.
 
     Args:
         settings: settings of the GAN.
@@ -75,7 +75,7 @@ class Generator(nn.Module):
 
 
 class Critic(nn.Module):
-    """Score of an image; with heads for its class and its codes where the GAN has them.
+    """Scores an image; has heads for its class and its codes if the GAN needs them.
 
     CGAN gives its critic the label: the score is w·h + e_y·h for features h and a vector e_y of
     each class. ACGAN and infoGAN have a linear head for the class, infoGAN one for its codes.

@@ -52,14 +52,14 @@ def measure_gan(
     epochs: int = 20,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Write ``quality.json`` to the folder of a GAN and return what it has.
+    """Write ``quality.json`` to the folder of a GAN and return its contents.
 
     - *Classifier FID*: Fréchet distance, over the features of a frozen classifier, of synthetic
-      images from random training images. Its floor is the distance of other training images; that
-      of test images is what real images reach that the classifier was not trained on. All sets have
-      the same size and as many images of each class, since the distance depends on both.
-    - Test error on real images of a small network that is trained on synthetic images alone, as
-      many as there are training images, next to the same network trained on real images.
+      images from random training images. Its floor is the distance of other training images; the
+      distance of test images is what real images reach that the classifier has not seen. All sets
+      have the same size and class proportions, since the distance depends on both.
+    - Test error on real images of a small network that is trained only on synthetic images, as many
+      as there are training images, next to the same network trained on real images.
 
     Args:
         generator: generator to measure.

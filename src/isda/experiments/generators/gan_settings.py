@@ -40,26 +40,26 @@ class GanSettings:
     """Learning rate of Adam for both networks."""
 
     beta_1: float
-    """Decay of the mean gradient in Adam."""
+    """Decay β₁ of the mean gradient in Adam."""
 
     beta_2: float
-    """Decay of the mean squared gradient in Adam."""
+    """Decay β₂ of the mean squared gradient in Adam."""
 
     penalty: float = 0.0
-    """Weight of the gradient penalty; 0: spectral norm in the critic in its place."""
+    """Weight of the gradient penalty; 0: use spectral norm in the critic instead."""
 
     noise: int = 100
-    """Dimensions of the normal noise."""
+    """Dimension of the Gaussian noise."""
 
     width: int = 64
-    """Channels of the widest images inside the networks; every halving of the side doubles them."""
+    """Channels at the highest resolution inside the networks; each halving doubles them."""
 
     average: float = 0.999
-    """Decay of the average of the generator's weights, which makes the pictures; lower in the first
-    steps. 0: none."""
+    """Decay of the moving average of the generator's weights, which makes the images; lower in the
+    first steps. 0: no average."""
 
     hold_out: int = 0
-    """Number of training images to hold out, as in a recipe."""
+    """Number of training images to hold out, as for isda train."""
 
     def __post_init__(self) -> None:
         if self.gan not in get_args(GanName):

@@ -1,7 +1,7 @@
 """One GAN and its training step: the steps of the critic and one of the generator.
 
 The step never synchronises, draws its random numbers from a key, and can be captured as a whole,
-like that of a :class:`~isda.experiments.training.training_step.Lane`.
+like the step of a :class:`~isda.experiments.training.training_step.Lane`.
 """
 
 import copy
@@ -102,8 +102,8 @@ class GanLane:
     def _draw(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Real images, labels, latents and shares of the mixture for all steps of the critic.
 
-        Labels and latents have one more row, for the generator. Everything is drawn at once: drawn
-        for one step of the critic after the other, random numbers would need most of the kernels.
+        Labels and latents have one more row, for the generator. Everything is drawn at once,
+        because drawing for each step of the critic would take most of the kernels.
         """
         number, size = self.settings.critic_steps, self.settings.batch_size
         key = counter_rng.fold(self.key, self.steps)

@@ -45,13 +45,13 @@ def train_gan(
     Args:
         settings: what to train.
         seed: seed of weights and draws.
-        options: out, resume, device, data_root, download, capture, deterministic,
-            checkpoint_seconds and minutes count.
+        options: options, of which out, resume, device, data_root, download, capture,
+            deterministic, checkpoint_seconds and minutes are used.
         sample_every: epochs between two grids of samples; 0: a twentieth of all epochs.
         progress: show a progress bar.
 
     Raises:
-        TimeUp: the time limit ended before the training; its checkpoint is written.
+        TimeUp: the time limit was reached before the end; the checkpoint is written.
     """
     if sample_every < 0:
         raise InputError(f"sample_every must be >= 0, got {sample_every}")
@@ -113,7 +113,7 @@ def _train(
             return
         raise InputError(f"{folder.folder} has no checkpoint.pt to continue from")
     if len(history) > settings.epochs:
-        raise InputError(f"epochs must be >= {len(history)}, which are done, got {settings.epochs}")
+        raise InputError(f"epochs must be >= {len(history)} (already done), got {settings.epochs}")
     folder.change_epochs(settings.epochs)
 
     runner = CapturedSteps(lanes, capture=options.capture and data.train_images.is_cuda)

@@ -45,25 +45,25 @@ def show_inversion(
     strength: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Write ``inversion.png`` and ``inversion.json`` to a folder and return what the latter has.
+    """Write ``inversion.png`` and ``inversion.json`` to a folder; return the JSON contents.
 
-    A row of the grid is the original, its reconstruction (step I), with ``start="decoder"`` the
-    picture of the decoder, then the augmented pictures (step II), then those of the control:
-    features moved as far in random directions.
+    A row of the grid shows the original, its reconstruction (step I), the picture of the decoder
+    (only with ``start="decoder"``), the augmented pictures (step II), and the control pictures,
+    whose features are moved equally far in random directions.
 
     Args:
         classifier: trained classifier with ISDA statistics.
-        generator: trained generator of the same data set; None: one that is trained with the
-            decoder, which ``start`` must then be.
+        generator: trained generator of the same data set; None: train one together with the
+            decoder, which requires ``start="decoder"``.
         settings: settings of the inversion.
-        options: out, resume, capture, checkpoint_seconds and minutes count.
-        judge: another classifier, which has no part in the inversion.
+        options: options, of which out, resume, capture, checkpoint_seconds and minutes are used.
+        judge: another classifier, which is not used in the inversion.
         samples: training images to invert, of which the grid shows at most 20.
         strength: λ; by default λ₀ of the recipe.
         seed: seed of images, latents and draws.
 
     Raises:
-        TimeUp: the time limit ended before; the state is written.
+        TimeUp: the time limit was reached before the end; the state is written.
         RunLocked: another process writes to the folder.
     """
     strength = strength_of(classifier, strength)
@@ -209,9 +209,9 @@ class Inversion:
         return normalized(found[rows, best.indices]), best.values
 
     def augment(self, latent: Tensor, wanted: Tensor) -> Tensor:
-        """Step II: images (S, M, ...) whose features are as near to ``wanted`` (S, M, A) as found.
+        """Step II: images (S, M, ...) with features as near as possible to ``wanted`` (S, M, A).
 
-        ``latent`` (S, noise) is where it starts.
+        The search starts from ``latent`` (S, noise).
         """
         samples, number, _ = wanted.shape
         images_of, flat = self._images_of(number), wanted.flatten(0, 1)
@@ -230,7 +230,7 @@ class Inversion:
         return flat.unflatten(0, latent.shape[:2])
 
     def _images_of(self, number: int) -> Callable[[Tensor], Tensor]:
-        """Function from latents to images, so many of the class of each sample in a row."""
+        """Function from latents to images, ``number`` in a row of the class of each sample."""
         images_of = self.generator.for_classes([one for one in self.classes for _ in range(number)])
         return lambda latent: images_of(with_codes(latent, self.generator))
 
@@ -274,12 +274,12 @@ def _measure(
 
 def _require_independent(judge: TrainedClassifier, classifier: TrainedClassifier) -> None:
     if judge.folder.resolve() == classifier.folder.resolve():
-        raise InputError(f"judge must be another run than the classifier, got {judge.folder}")
+        raise InputError(f"judge must be a different run from the classifier, got {judge.folder}")
     if judge.recipe.data != classifier.recipe.data:
         raise InputError(
-            f"judge must be trained on {classifier.recipe.data}, as the classifier, got "
+            f"judge must be trained on {classifier.recipe.data}, like the classifier, got "
             f"{judge.recipe.data}"
         )
     own, wanted = ((" x ".join(map(str, one.data.image_shape))) for one in (judge, classifier))
     if own != wanted:
-        raise InputError(f"judge must take images of {wanted}, as the classifier, got {own}")
+        raise InputError(f"judge must take images of {wanted}, like the classifier, got {own}")

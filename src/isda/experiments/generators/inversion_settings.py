@@ -10,28 +10,29 @@ __all__ = ["InversionSettings"]
 
 @dataclass(frozen=True)
 class InversionSettings:
-    """How to invert; the paper's values but for those that it does not give."""
+    """How to invert; the defaults are the paper's values where it gives them."""
 
     draws: int = 5
-    """Augmented pictures per image, and as many of the control."""
+    """Number of augmented pictures per image, and of control pictures."""
 
     restarts: int = 4
-    """Latents to start step I from, of which the best counts; not in the paper."""
+    """Number of initial latents for step I, of which the best result is kept; not in the paper."""
 
     start: str = "random"
-    """Where step I starts: random, or decoder, a network from features to latents trained first."""
+    """Initial latents of step I: random, or decoder, a network that maps features to latents and is
+    trained first."""
 
     decoder_steps: int = 2000
-    """Training steps of this network."""
+    """Number of training steps of the decoder."""
 
     eta: float = 0.1
-    """Weight η of the pixels in step I; the paper does not give its value."""
+    """Weight η of the pixel loss in step I; the paper does not give its value."""
 
     iterations: int = 10_000
-    """Iterations of gradient descent in each step."""
+    """Number of iterations of gradient descent in each step."""
 
     learning_rates: tuple[float, float] = (10.0, 1.0)
-    """Initial learning rates of step I and step II, divided by 10 after each quarter."""
+    """Initial learning rates of steps I and II, divided by 10 after each quarter of iterations."""
 
     momentum: float = 0.9
     """Momentum of gradient descent."""

@@ -1,8 +1,8 @@
-"""Features to a picture in one pass: a network from features to latents, then a generator.
+"""Pictures of features in one pass: a network maps features to latents, and a generator follows.
 
-It is trained with a pixel and a feature loss through the frozen classifier. The generator is that
-of a GAN, which is frozen, too, or a new one that is trained with the network: then no GAN is
-needed. The latents are pictures on their own, and starting points of the inversion.
+The network is trained with a pixel and a feature loss through the frozen classifier. The generator
+is either that of a GAN, also frozen, or a new one that is trained with the network, so that no GAN
+is needed. The latents give pictures by themselves, and are starting points of the inversion.
 """
 
 import functools
@@ -27,7 +27,7 @@ _WIDTH, _BATCH = 512, 128
 
 
 class LatentDecoder(nn.Module):
-    """Features and class to the latent of a generator.
+    """Maps features and class to the latent of a generator.
 
     Shape:
         features (N, A), label (N,); output (N, noise), normalised.
@@ -68,12 +68,12 @@ def train_decoder(
 
     Args:
         classifier: where the features come from.
-        generator: what makes images of latents.
-        stages: what the training is a part of.
+        generator: maps latents to images.
+        stages: the computation that the training is a stage of.
         eta: weight of the pixels.
         steps: number of training steps.
         seed: seed of weights and order.
-        with_generator: train the generator, too.
+        with_generator: also train the generator.
     """
     data, device = classifier.data, classifier.device
     with seeded(seed):
@@ -85,7 +85,7 @@ def train_decoder(
         networks["generator"] = generator.train().requires_grad_(True)
     optimizer = torch.optim.Adam(nn.ModuleDict(networks).parameters(), lr=1e-3)
     key, number = counter_rng.key(seed, device=device), len(data.train_target)
-    features = torch.empty(0)  # takes long, so only if there is a step to do
+    features = torch.empty(0)  # slow to compute, so only if there is a step to do
     if not stages.is_finished("decoder", steps):
         features = classifier.all_features(data.train_images)
 

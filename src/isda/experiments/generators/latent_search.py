@@ -30,7 +30,7 @@ def with_codes(latent: Tensor, generator: TrainedGenerator) -> Tensor:
 
 
 class LatentSearch:
-    """Minimises the sum of a loss over latents, each of which is independent of the others.
+    """Minimises a loss over latents that are independent of each other.
 
     Args:
         loss: function of normalised latents (N, noise) that returns the loss of each (N,).
@@ -96,11 +96,11 @@ class LatentSearch:
     def run(
         self, stages: Stages, stage: str, iterations: int, learning_rate: float, *, capture: bool
     ) -> Tensor:
-        """Run all iterations; the rate is divided by 10 after each quarter of them.
+        """Run all iterations; the learning rate is divided by 10 after each quarter of them.
 
         Args:
-            stages: what the search is a part of.
-            stage: its name there.
+            stages: the computation that the search is a stage of.
+            stage: name of this stage.
             iterations: number of iterations.
             learning_rate: rate of the first quarter.
             capture: capture the iterations in CUDA graphs on a GPU.
@@ -125,7 +125,7 @@ class LatentSearch:
         stages.run(stage, iterations, step, {"search": self}, size=size)
         losses = self.evaluate()
         if not losses.isfinite().all():
-            stages.clear()  # it would continue with this learning rate only
+            stages.clear()  # it could only continue with the same learning rate
             raise RunError(
                 f"gradient descent on the latents diverged at learning rate {learning_rate:g}: "
                 "use lower --learning-rates"

@@ -37,18 +37,18 @@ def show_neighbours(
     strength: float | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Write ``neighbours.png`` and ``neighbours.json`` to a folder and return what the latter has.
+    """Write ``neighbours.png`` and ``neighbours.json`` to a folder; return the JSON contents.
 
-    A row of the grid is a training image; the training image nearest to its features a; those
-    nearest to a + δ for draws δ from N(0, λΣ_y); for draws with the covariance of the next class,
-    and for random directions, both with the lengths of the first; along the leading eigenvectors of
-    Σ_y; and for random directions of those lengths. The image itself is never its neighbour.
+    A row of the grid shows a training image with features a, then the training images nearest to a,
+    and to a + δ for these moves δ: draws from N(0, λΣ_y); draws with the covariance of the next
+    class and random directions, both as long as the first draws; the leading eigenvectors of Σ_y;
+    and random directions as long as those. The image itself never counts as a neighbour.
 
     Args:
         classifier: trained classifier with ISDA statistics.
         out: folder to write to.
         samples: rows of the grid.
-        measured: images that the shares are measured on.
+        measured: number of images on which the shares are measured.
         draws: draws per image.
         eigenvectors: leading eigenvectors per image.
         strength: λ; by default λ₀ of the recipe.
@@ -122,7 +122,7 @@ def show_neighbours(
 
 
 def nearest(queries: Tensor, features: Tensor, own: Tensor) -> Tensor:
-    """Index of the row of ``features`` that is nearest to each query, but for its own.
+    """Index of the row of ``features`` that is nearest to each query, except its own row.
 
     Shape:
         queries (S, M, A), features (N, A), own (S,) indices to leave out; output (S, M).

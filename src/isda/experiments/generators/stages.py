@@ -1,6 +1,6 @@
-"""A long computation in stages: its state in a file until it is finished, then picture and record.
+"""A long computation in stages: a file with its state, and at the end a picture and a record.
 
-A record is only ever that of the picture beside it: it is deleted before the picture is replaced.
+A record always belongs to the picture beside it: it is deleted before the picture is replaced.
 """
 
 import json
@@ -33,21 +33,21 @@ class _Stateful(Protocol):
 
 
 class Stages:
-    """Runs the iterations of one stage after the other, each of which can be continued exactly.
+    """Runs the iterations of one stage after another; an interrupted stage can be resumed exactly.
 
     Args:
         folder: folder of the files NAME.pt, with the state, NAME.png, the picture, and NAME.json,
             the record. Hold its lock, see :func:`locked_folder`.
         name: name of the files.
-        arguments: what the result depends on, with ``settings`` as a dictionary in it. A state or
-            record of other arguments is not continued.
-        options: resume, checkpoint_seconds and minutes count.
-        shown: what the record holds besides, which is not compared, such as paths.
+        arguments: what the result depends on, including ``settings`` as a dictionary. A state or
+            record with other arguments is not continued.
+        options: options, of which resume, checkpoint_seconds and minutes are used.
+        shown: further entries of the record, such as paths, which are not compared.
         progress: show progress bars.
     """
 
     record: dict[str, Any] | None = None
-    """What an earlier command has found with the same arguments, if its work is to be resumed."""
+    """Result of an earlier command with the same arguments, if its work is to be resumed."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class Stages:
             total: number of its iterations.
             step: called with the number of iterations done, and of those to do.
             parts: what the iterations change and later stages need.
-            helpers: what else the iterations change; not kept when all are done.
-            size: how many iterations to do at a time, a function of the number done.
+            helpers: what else the iterations change; discarded at the end of the stage.
+            size: function from the number of iterations done to the number to do next.
 
         Raises:
-            TimeUp: the time limit ended before; the state is written.
+            TimeUp: the time limit was reached before; the state is written.
         """
         done = self._restore(name, total, parts, helpers)
         with show_progress(total, name, "iteration", first=done, show=self._progress) as bar:
@@ -119,7 +119,7 @@ class Stages:
                     )
 
     def end(self, result: Mapping[str, Any], draw: Callable[[Path], object]) -> dict[str, Any]:
-        """Write picture and record, and return the record: what is shown, arguments and result.
+        """Write picture and record, and return the record: ``shown``, arguments and result.
 
         Args:
             result: numbers, strings and None in dictionaries and lists.
@@ -134,7 +134,7 @@ class Stages:
         return record
 
     def clear(self) -> None:
-        """Delete the state, and what a process left that was killed while it wrote."""
+        """Delete the state, and temporary files of a process that was killed."""
         left = self._folder.glob(f".{self._name}.*.new")
         for path in (self._state, self._state.with_suffix(".new.pt"), *left):
             path.unlink(missing_ok=True)

@@ -19,10 +19,10 @@ _DRAW, _SHUFFLE = 1, 2  # key parts
 
 
 class SyntheticImages:
-    """Training images with synthetic ones behind them, which every epoch draws anew.
+    """Training images followed by synthetic ones, which are drawn anew for every epoch.
 
-    A share p of the places of an epoch, spread evenly, is that of synthetic images: with 1/6, every
-    sixth place. An epoch still has every real image once, so it has 1 / (1 - p) times as many
+    Synthetic images take a share p of the places of an epoch, evenly spread: with 1/6, every sixth
+    place. An epoch still has every real image once, so it has 1 / (1 - p) times as many
     steps. The classes of the synthetic images are balanced.
 
     Args:

@@ -1,4 +1,4 @@
-"""The images of a run as they are tested: those of a folder resized and cropped at the center."""
+"""The images of a run as used for testing: images of a folder are resized and centre-cropped."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def load_tested_images(plan: Plan, options: Options, device: torch.device) -> Im
 def _center_crops(
     files: FolderImages, plan: Plan, options: Options, device: torch.device
 ) -> ImageArrays:
-    """The images of a folder, all of them prepared as test images are."""
+    """The images of a folder, all of them prepared as test images."""
     recipe, digest = plan.recipe, files.digest()
     if recipe.hold_out:
         files = files.hold_out(recipe.hold_out)

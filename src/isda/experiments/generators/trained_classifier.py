@@ -51,7 +51,7 @@ class TrainedClassifier:
         return images[index.to(images.device)].to(self.device)
 
     def features(self, images: Tensor) -> Tensor:
-        """Features (N, A) of uint8 images, or of images in [-1, 1]; differentiable in those."""
+        """Features (N, A) of uint8 images, or of images in [-1, 1] with gradients."""
         if images.dtype == torch.uint8:
             images = normalize(images, self.data.mean, self.data.std)
         else:
@@ -60,7 +60,7 @@ class TrainedClassifier:
 
     @torch.no_grad()
     def all_features(self, images: Tensor) -> Tensor:
-        """Features of many uint8 images, on any device, some at a time."""
+        """Features of many uint8 images on any device, computed batch by batch."""
         size = max(1, _PIXELS // images[0, 0].numel())
         return torch.cat([self.features(part.to(self.device)) for part in images.split(size)])
 
@@ -108,7 +108,7 @@ def load_classifier(
         require_same_images(own, recipe, state, "restore the images, or train the run again")
     except InputError as error:
         raise InputError(f"{run.folder}: {error}") from error
-    # the checkpoint has all weights, also those of a frozen network
+    # the checkpoint has all weights, including those of a frozen network
     untrained = replace(recipe, pretrained=False, weights="", freeze=False)
     network = Lane.create_network(untrained, own, run.seed)
     statistics_of = None

@@ -48,7 +48,7 @@ class TrainedGenerator(nn.Module):
     def of_lanes(
         cls, settings: GanSettings, image_shape: tuple[int, ...], lanes: Sequence[GanLane]
     ) -> "TrainedGenerator":
-        """The averaged generators of lanes, which they share the weights with."""
+        """The averaged generators of lanes; they share their weights with the lanes."""
         networks = [lane.average for lane in lanes]
         return cls(settings, lanes[0].num_classes, image_shape, networks)
 
@@ -58,7 +58,7 @@ class TrainedGenerator(nn.Module):
         return weights_digest(self.networks)
 
     def state(self) -> dict[str, Any]:
-        """What ``generator.pt`` holds besides settings and epochs."""
+        """Contents of ``generator.pt`` besides settings and epochs."""
         return {
             "num_classes": self.num_classes,
             "image_shape": [*self.image_shape],

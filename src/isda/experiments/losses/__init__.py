@@ -1,4 +1,4 @@
-"""The losses that ISDA is compared with (Table 4); they have the call of :class:`isda.ISDALoss`."""
+"""The losses that ISDA is compared with (Table 4), called like :class:`isda.ISDALoss`."""
 
 from isda.experiments.losses.baselines import (
     CenterLoss,

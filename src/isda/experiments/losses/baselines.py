@@ -169,10 +169,10 @@ class LqLoss(Criterion):
 
 
 class LabelSmoothingLoss(Criterion):
-    """Cross entropy with smoothed labels (Szegedy et al., 2016), which Table 4 does not have.
+    """Cross entropy with smoothed labels (Szegedy et al., 2016), which is not in Table 4.
 
     The target of a sample is (1 − smoothing) for its class plus smoothing / C for every class, as
-    in ``nn.CrossEntropyLoss(label_smoothing=...)``. Its effect on the calibration is compared with
+    in ``nn.CrossEntropyLoss(label_smoothing=...)``. Its effect on calibration is compared with
     that of ISDA.
 
     Args:
@@ -248,8 +248,8 @@ class CenterLoss(Criterion):
     Args:
         num_features: number of features A, the head's ``in_features``.
         num_classes: number of classes C, the head's ``out_features``.
-        center_weight: weight of the center term. The paper does not give it; 0.003 is the value of
-            Wen et al., who sum both terms over the batch, which gives the same ratio as two means.
+        center_weight: weight of the center term. The paper does not state it; 0.003 is the value
+            of Wen et al., who sum both terms over the batch, which gives the same ratio as means.
         learning_rate: step size α of the centers; 0.5 is the paper's choice (Appendix B).
 
     Example:

@@ -23,9 +23,9 @@ def annealed_beta(
 ) -> float | Tensor:
     r"""Weight β = max(beta_min, beta_start · (1 + 0.3 t/T)⁻⁴⁵) of the ordinary logit.
 
-    This is the schedule of the original's CIFAR-10 training with augmentation, β = 1000 · (1 + 10⁻⁵
-    t)⁻⁴⁵ over T = 30,000 steps, rescaled to any T. It starts close to cross entropy; β is 1.9 half
-    way and 0.007 at the end.
+    This is the schedule of Liu et al. for CIFAR-10 with augmentation, β = 1000 · (1 + 10⁻⁵ t)⁻⁴⁵
+    over T = 30,000 steps, rescaled to any T. It starts close to cross entropy; β is 1.9 halfway and
+    0.007 at the end.
 
     Args:
         progress: t/T in [0, 1].
@@ -101,8 +101,8 @@ class LargeMarginLoss(Criterion):
     """Cross entropy of :func:`large_margin_logits` with annealed β (Liu et al., 2016).
 
     β depends on ``progress`` as in :func:`annealed_beta`, so every call in training mode needs
-    ``progress``, unless ``beta_start <= beta_min``, where β is always ``beta_min``. The paper gives
-    neither margin nor annealing; both are taken from the original's CIFAR-10 training with
+    ``progress``, unless ``beta_start <= beta_min``, where β is always ``beta_min``. The paper
+    states neither margin nor annealing; both are those of Liu et al. for CIFAR-10 with
     augmentation.
 
     Args:

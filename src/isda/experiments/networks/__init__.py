@@ -1,6 +1,6 @@
 """The paper's networks by name (Section 5, Appendix B), and other models.
 
-Others are ``timm:NAME``, ``torchvision:NAME``, and ``MODULE:FUNCTION`` for a model of your own.
+Other models are ``timm:NAME``, ``torchvision:NAME``, and ``MODULE:FUNCTION`` for your own.
 """
 
 import inspect
@@ -72,8 +72,8 @@ def create_network(
         in_channels: channels of the images; the ImageNet networks require 3.
         drop_rate: dropout rate; ResNeXt, Shake-Shake and the ImageNet ResNets have no dropout.
         generator: CPU generator of the initial weights; by default torch's global one.
-        weights: file of pretrained weights, see :func:`find_weights`; ``network.weights`` says
-            what was loaded from it.
+        weights: file of pretrained weights, see :func:`find_weights`; ``network.weights`` tells
+            what was loaded.
 
     Example:
         >>> network = create_network("resnet32", num_classes=100)
@@ -110,7 +110,7 @@ def own_image_size(name: str) -> int | None:
 
 
 def own_preprocessing(name: str) -> Preprocessing | None:
-    """How the images of the pretrained weights were prepared; None if unknown."""
+    """Preprocessing that the pretrained weights expect; None if unknown."""
     kind, _, model = name.partition(":")
     if kind == "timm":
         from isda.experiments.networks.timm_network import preprocessing  # slow to import
@@ -132,7 +132,7 @@ def has_layer_norm(name: str) -> bool:
 
 
 def outline(name: str, **options: Any) -> Network:
-    """A network to look at: without values, if it can be built so; options as create_network."""
+    """A network for inspection, without values if possible; options as in create_network."""
     try:
         with torch.device("meta"):
             return create_network(name, **options)

@@ -1,4 +1,4 @@
-"""Batch norm over the images of all ranks, so that several processes give the result of one."""
+"""Batch norm over the images of all ranks: several processes give the same result as one."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["synchronize_batch_norm"]
 
 
 def synchronize_batch_norm(network: nn.Module, device: torch.device) -> nn.Module:
-    """Synchronise every batch norm of a network over all ranks, also on CPUs."""
+    """Synchronise every batch norm of a network over all ranks, on CPUs as well."""
     if device.type == "cuda":
         from timm.layers import convert_sync_batchnorm  # torch's converter drops timm's activations
 

@@ -1,8 +1,8 @@
 """Pretrained weights: where they are, how a file is read, and whether it fits a network.
 
-Files are safetensors or torch files of tensors; a file with other Python objects is refused. Every
-tensor of the network must be in the file, with its shape, except the head: it is new if the file
-lacks it or has another number of classes.
+Files are safetensors or torch files of tensors; a file with other Python objects is rejected. Every
+tensor of the network must be in the file with the same shape, except the head, which is new if the
+file does not have one or has a different number of classes.
 """
 
 import functools
@@ -40,7 +40,7 @@ class LoadedWeights:
     file: str
     sha256: str
     tensors: int  # number that was loaded
-    new: tuple[str, ...]  # names of the tensors that were not, those of a new head
+    new: tuple[str, ...]  # names of the tensors that were not loaded, such as a new head
 
     def as_dict(self) -> dict[str, Any]:
         """Fields as JSON values."""
@@ -50,7 +50,7 @@ class LoadedWeights:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How the images were prepared that a network was pretrained on; names as in a recipe."""
+    """Preprocessing of the images that a network was pretrained on; names as in a recipe."""
 
     image_size: int
     mean: tuple[float, ...]
@@ -64,9 +64,9 @@ def find_weights(network: str, file: str = "", *, download: bool = False) -> Pat
 
     Args:
         network: ``timm:NAME``, ``torchvision:NAME`` or ``MODULE:FUNCTION``.
-        file: the file, if it is given; otherwise it is looked up where timm and torchvision keep
-            what they have downloaded.
-        download: download a missing file to that place.
+        file: path of the file; if empty, the file is looked up in the caches of timm and
+            torchvision.
+        download: download a missing file to the cache.
     """
     if file:
         path = Path(file).expanduser()
@@ -85,8 +85,8 @@ def find_weights(network: str, file: str = "", *, download: bool = False) -> Pat
         )
     if found is None:
         raise InputError(
-            f"pretrained weights of {network} are not on this machine: --download gets them, "
-            "--weights PATH reads a file"
+            f"pretrained weights of {network} are not on this machine: use --download, or give a "
+            "file with --weights PATH"
         )
     return found
 
@@ -100,7 +100,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # a damaged file can fail in any way
         why = reason(error)
         if path.suffix != ".safetensors" and not _is_torch_file(path):
-            why = "it is neither safetensors, by its name, nor a torch file"
+            why = "it is neither a .safetensors file nor a torch file"
         elif "weights_only" in str(error) or "Weights only" in str(error):
             why = "it holds Python objects other than tensors: save it as safetensors"
         raise InputError(f"{one_line(path)} is not a file of tensors: {one_line(why)}") from error
@@ -131,8 +131,8 @@ def load_tensors(
         tensors: tensors by name.
 
     Returns:
-        The names of the tensors that were not loaded, those of a new head, and why nothing was
-        loaded; "" if it was.
+        The names of the tensors that were not loaded, such as a new head, and the reason if nothing
+        was loaded, otherwise "".
     """
     own = model.state_dict()
     of_head = tuple(name for name in own if name.startswith(f"{head}."))
@@ -155,7 +155,7 @@ def load_tensors(
         if names
     ]
     if unexpected:
-        reasons.append(f"{len(unexpected)} are unknown to it: {few(unexpected, 3)}")
+        reasons.append(f"{len(unexpected)} are not in the network: {few(unexpected, 3)}")
     if reasons:
         return (), "; ".join(reasons)
     with torch.no_grad():
@@ -174,7 +174,7 @@ def _digest(path: str, _changed: int) -> str:
 
 
 def loaded(path: Path, model: nn.Module, new: tuple[str, ...]) -> LoadedWeights:
-    """Statement about what was loaded into a model."""
+    """Description of what was loaded into a model."""
     digest = _digest(str(path), os.stat(path).st_mtime_ns)
     return LoadedWeights(str(path), digest, len(model.state_dict()) - len(new), new)
 

@@ -15,7 +15,7 @@ __all__ = ["Backbone", "Probe"]
 
 @dataclass(frozen=True, eq=False)
 class Backbone:
-    """The frozen network behind the features, which all runs share."""
+    """The frozen network that computes the features; all runs share it."""
 
     tensors: dict[str, Tensor]  # of the network without its head, on the CPU
     head: str  # prefix of the names of the head's tensors
@@ -49,7 +49,7 @@ class Probe(Network):
     """Linear head that takes features (N, A) in place of images.
 
     Its state has the names and tensors of the whole network, so that a checkpoint can be used
-    without the file of the pretrained weights.
+    without the file of pretrained weights.
 
     Args:
         backbone: the frozen network.

@@ -2,8 +2,8 @@
 
 By default they use torch's global generator. After :func:`bind_key` they use a key that the
 training loop sets before each step. Random numbers then depend only on the key, the layer and the
-index of the image in the global batch, so they are the same with other runs side by side and on
-several ranks.
+index of the image in the global batch, so they do not change with other runs side by side or
+with several ranks.
 """
 
 import math

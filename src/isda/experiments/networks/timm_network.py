@@ -139,7 +139,7 @@ def image_size(name: str) -> int | None:
 
 
 def preprocessing(name: str) -> Preprocessing:
-    """How the images were prepared that a model was pretrained on."""
+    """Preprocessing of the images that a model was pretrained on."""
     found = pretrained_settings(name) if timm.is_model(name) else None
     if found is None:
         raise unknown("timm model", name, [*timm.list_models(), *timm.list_pretrained()])

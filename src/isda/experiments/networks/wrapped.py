@@ -1,7 +1,7 @@
-"""Models that are not ours: ``torchvision:NAME``, and functions of your own, ``MODULE:FUNCTION``.
+"""Other models: ``torchvision:NAME``, and your own functions, ``MODULE:FUNCTION``.
 
-A model must end in a linear layer. It is taken out of the model, which then returns the features,
-and becomes the head of the network.
+A model must end in a linear layer. This layer is taken out of the model, which then returns the
+features, and becomes the head of the network.
 """
 
 import importlib
@@ -134,10 +134,10 @@ def create_own(
     drop_rate: float = 0.0,
     weights: Path | None = None,
 ) -> Network:
-    """The model that a function of the user returns.
+    """The model that the user's function returns.
 
     Args:
-        spec: ``MODULE:FUNCTION``; modules in the current folder are found, too.
+        spec: ``MODULE:FUNCTION``; the module may be in the current folder.
         num_classes: number of classes, which the function takes.
         in_channels: channels of the images; passed on if the function takes it.
         drop_rate: dropout rate before the head.
@@ -165,7 +165,7 @@ def create_own(
 
 
 def own_function(spec: str) -> Callable[..., Any]:
-    """The function ``MODULE:FUNCTION`` of the user; modules in the current folder are found."""
+    """The user's function ``MODULE:FUNCTION``; the module may be in the current folder."""
     module, _, name = spec.partition(":")
     if not module or not name:
         raise InputError(f"network must be MODULE:FUNCTION, got {spec!r}")
@@ -189,7 +189,7 @@ def torchvision_weights(name: str) -> Any:
 
 
 def torchvision_preprocessing(name: str) -> Preprocessing:
-    """How the images were prepared that the default weights were trained with."""
+    """Preprocessing of the images that the default weights were trained on."""
     transforms = torchvision_weights(name).transforms()
     size = transforms.crop_size[0]
     return Preprocessing(
@@ -232,7 +232,7 @@ def _unwrapped(tensors: dict[str, Tensor], head: str) -> dict[str, Tensor]:
 def _head(name: str, model: nn.Module, num_classes: int) -> nn.Linear:
     """The only nn.Linear with an output per class; of several, the one that attach would take."""
     if any(map(is_lazy, model.parameters())):
-        raise InputError(f"{name} must not have lazy layers: give their numbers of inputs")
+        raise InputError(f"{name} must not have lazy layers: set their numbers of inputs")
     if isinstance(model, nn.Linear):
         raise InputError(
             f"{name} must return a model that ends in an nn.Linear, got only that layer"

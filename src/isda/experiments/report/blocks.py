@@ -1,6 +1,6 @@
 """Blocks of Markdown pages: what ISDA does to error, NLL and calibration in our runs.
 
-A block is the text between two marks of a page; ``isda report --update`` writes it again from the
+A block is the text between two marks of a page; ``isda report --update`` regenerates it from the
 records, so that no number on a page is typed by hand.
 """
 
@@ -43,11 +43,11 @@ def update_markdown(
     costs: Sequence[Mapping[str, str]] = (),
     pictures: Sequence[FeatureTable] = (),
 ) -> bool:
-    """Write the blocks of a Markdown file again; return whether the file changed.
+    """Regenerate the blocks of a Markdown file; return whether the file changed.
 
     The text between ``<!-- runs:NAME -->`` and ``<!-- /runs -->`` is replaced by the table of the
-    recipes whose names start with NAME, or of all recipes for ``all``, or of the unchanged recipes
-    that the paper has a number for, ``paper``. ``NAME:BLOCK`` shows one of :data:`BLOCKS`,
+    recipes whose names start with NAME. ``all`` selects all recipes, ``paper`` the unchanged
+    recipes that the paper has a number for. ``NAME:BLOCK`` shows one of :data:`BLOCKS`,
     ``all:cost`` the costs, and ``NAME:pictures`` the pictures in a folder called NAME.
 
     Args:
@@ -111,14 +111,14 @@ def _pictures(name: str, pictures: Sequence[FeatureTable], page: Path) -> str:
     found = [one.block(page) for one in pictures if one.folder.resolve().name == name]
     if not found:
         raise InputError(
-            f"<!-- runs:{name}:pictures --> needs a folder of records that is called {name}: give "
-            "it with --pictures"
+            f"<!-- runs:{name}:pictures --> needs a folder of records called {name}: give it with "
+            "--pictures"
         )
     return "\n" + "\n\n".join(found) + "\n"
 
 
 def recipes_block(runs: Iterable[Run], prefix: str = "") -> str:
-    """Table: the ISDA recipes that have records, also of their baseline, next to the paper.
+    """Table: the ISDA recipes that have records, with their baselines, next to the paper.
 
     Args:
         runs: run records.

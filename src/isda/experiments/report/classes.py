@@ -57,14 +57,14 @@ def compared_predictions(result: Comparison) -> ComparedPredictions:
     """Predictions of the runs of a comparison.
 
     Raises:
-        InputError: not all runs have kept them, or they are damaged or do not fit together.
+        InputError: some runs have none, or they are damaged or do not fit together.
     """
     sides: tuple[dict[int, Predictions], dict[int, Predictions]] = ({}, {})
     for side, own in zip(result.sides, sides, strict=True):
         for seed, run in side.runs.items():
             predictions = load_predictions(run)
             if predictions is None:
-                raise InputError(f"{run.name}/{seed} has kept no predictions")
+                raise InputError(f"{run.name}/{seed} has no predictions")
             own[seed] = predictions
     if len({one.class_names for side in sides for one in side.values()}) > 1:
         raise InputError("the classes of the runs have different names")
@@ -165,7 +165,7 @@ def changed_images(
 ) -> tuple[list[Changed], list[Changed]]:
     """Images that only the method, and images that only the baseline predicts correctly.
 
-    Those come first where most seeds agree. If every seed has its own test images, those of the
+    Images on which most seeds agree come first. If every seed has its own test images, those of the
     first seed are shown.
     """
     shared = [seed for seed in given.sides[0] if seed in given.sides[1]]

@@ -310,9 +310,9 @@ def comparison_rows(result: Comparison) -> list[list[str]]:
 
 
 def _mixed(run: Run) -> bool:
-    """Whether a run trained next to another method, so that its time is that of both.
+    """Whether a run trained next to another method, so that its time is the time of both.
 
-    Only then a run of several side by side on a GPU has no memory of its own.
+    Only in this case does a run that trained side by side on a GPU record no memory.
     """
     last = run.metrics()[-1]
     return last.get("side_by_side", 1) > 1 and "peak_mib" not in last

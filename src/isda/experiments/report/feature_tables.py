@@ -63,7 +63,7 @@ class FeatureTable:
 
 
 def read_features(folders: Iterable[Path]) -> list[FeatureTable]:
-    """The records in folders that isda gan measure, neighbours or invert has written to."""
+    """The records in output folders of isda gan measure, neighbours or invert."""
     found = []
     for folder in folders:
         names = [name for name in _TABLES if (folder / f"{name}.json").is_file()]

@@ -1,7 +1,7 @@
 """Figures of pages, from run records: an SVG for light and one for dark backgrounds each.
 
-They are drawn for a width of 7 inches, that of a column of text, and are readable there. The
-numbers are in the description of the SVG, so that a figure can be compared with its records.
+They are drawn for a text column of 7 inches. The description of the SVG contains the numbers, so
+that a figure can be compared with its records.
 """
 
 import io
@@ -43,8 +43,8 @@ _THEMES = {
 
 
 def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
-    """Write the figure ``effect`` of trainings of the paper; with several λ₀ in the records,
-    ``lambda_0``; with several numbers of training images, ``images``.
+    """Write the figure ``effect`` for trainings of the paper; ``lambda_0`` if the records have
+    several λ₀; ``images`` if they have several numbers of training images.
 
     Args:
         folder: folder for ``NAME-light.svg`` and ``NAME-dark.svg``.

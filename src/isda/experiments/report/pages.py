@@ -68,7 +68,7 @@ def write_comparison_page(
     Args:
         path: HTML file.
         result: the comparison.
-        choice: how λ₀ was chosen, if it was searched for.
+        choice: how λ₀ was chosen, if there was a search.
         pictures: PNG pictures of test images by index, given the seed of a run and the indices.
     """
     found, missing = None, ""
@@ -214,7 +214,7 @@ _FIGURES = (
 
 
 def _figure(title: str, table: int, cell: str, sides: Mapping[str, Side]) -> dict[str, Any]:
-    """A figure of the paper from the records there are, and the recipes that are missing."""
+    """A figure of the paper from the available records, and the recipes that are missing."""
     recipes = cell_recipes(table, cell)
     training = recipes[0].rpartition("-")[0]
     colours = {f"{training}-ce": BASELINE, f"{training}-isda": METHOD}

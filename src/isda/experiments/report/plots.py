@@ -119,7 +119,7 @@ def lambda_curve(choice: "Choice") -> Markup:
 def reliability_diagram(
     labels: Sequence[str], bins: Sequence[Sequence[tuple[float, float, float]]], salt: str
 ) -> Markup:
-    """Accuracy against confidence of both sides; on the diagonal, confidence is what it claims.
+    """Accuracy against confidence of both sides; on the diagonal, they are equal.
 
     Args:
         labels: names of baseline and method.

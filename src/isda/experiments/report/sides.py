@@ -153,7 +153,7 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
     """The finished runs with a name.
 
     Raises:
-        InputError: there are none, two with the same seed, or some with different recipes.
+        InputError: there are none, two have the same seed, or some have different recipes.
     """
     own = [(run, summary(run)) for run in runs if run.name == name]
     finished = [(run, result) for run, result in own if result.finished]
@@ -178,10 +178,10 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
 def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], dict[str, str]]:
     """Sides by name, and reasons why runs are left out, by name or folder.
 
-    Left out are damaged records, and all runs of a name if they contradict each other.
+    Damaged records are left out, and all runs of a name if they contradict each other.
 
-    Skips runs evaluated on held-out images, and runs that have the name of a recipe but different
-    settings.
+    Runs evaluated on held-out images, and runs that have the name of a recipe but different
+    settings, are skipped silently.
     """
     by_name: dict[str, list[Run]] = {}
     sides: dict[str, Side] = {}

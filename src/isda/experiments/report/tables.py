@@ -1,4 +1,4 @@
-"""Our numbers next to those of the paper: its tables, every comparison, and the list of recipes."""
+"""Our numbers next to the paper's: its tables, every comparison, and the list of recipes."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -83,7 +83,7 @@ def section(table: Table, sides: Mapping[str, Side]) -> str:
 
 
 def table_markdown(table: Table, sides: Mapping[str, Side]) -> str:
-    """A table of the paper as Markdown, with a column for our numbers next to each of its own."""
+    """A table of the paper as Markdown, with our numbers in a column next to each of its own."""
     ours_too = [table.has_cells(column) for column in range(len(table.columns))]
     over = [text for text, count in table.spans for _ in range(count)] or [""] * len(ours_too)
     header: list[str] = []
@@ -176,7 +176,7 @@ class Overview:
     """Finished runs, by name."""
 
     tables: list[Table]
-    """The paper's tables, or none if all runs are of other trainings, such as on own images."""
+    """The paper's tables; none if all runs are other trainings, such as on your own images."""
 
     results: dict[int, list[Comparison]]
     """Comparisons by number of the first table that has them."""

@@ -42,13 +42,13 @@ class Deadline:
     def number_that_finish(
         self, number: int, seconds: float, epochs: int, *, together: int = 0
     ) -> int:
-        """How many runs side by side can finish in time, at most.
+        """Largest number of runs side by side that can finish in time.
 
         Args:
             number: number of runs.
-            seconds: time of an epoch of all of them.
+            seconds: time of an epoch of all these runs.
             epochs: epochs that are left.
-            together: how many of these all of them train before some are left out.
+            together: how many of these epochs all runs train before some are left out.
         """
         shared = together * seconds
         rest = _MARGIN * (epochs - together) * seconds
@@ -64,8 +64,8 @@ class Deadline:
 class StartUp:
     """How much longer the first epoch of a group of runs takes than the others.
 
-    Compiling and capturing may take a minute. The longest time of this process is expected of the
-    next group, so that no group is started whose first epoch would end after the time limit.
+    Compiling and capturing may take a minute. The longest time seen in this process is assumed for
+    the next group, so that no group is started whose first epoch would exceed the time limit.
     """
 
     longest = 0.0  # of this process, in seconds
@@ -88,7 +88,7 @@ def time_up(runs: Collection[Run], options: Options, *, early: bool = False) -> 
     Args:
         runs: all runs.
         options: options of the training, with the time limit.
-        early: runs were left out, so that the others could finish in time.
+        early: some runs were left out, so that the others could finish in time.
     """
     done = sum(summary(run).finished for run in runs)
     number = f"{done} of {len(runs)} run{'s' * (len(runs) != 1)}"

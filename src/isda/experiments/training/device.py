@@ -62,7 +62,7 @@ def join_processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
 
 @contextlib.contextmanager
 def keep_compiled_code(folder: Path | None) -> Iterator[None]:
-    """Store compiled code in a folder inside the context, and use what is already there.
+    """Store compiled code in a folder inside the context, and reuse what is already there.
 
     The names of the files depend on the code, the versions of torch and Triton and the kind of GPU,
     but not on the folder, so that the folder can be moved to another machine.

@@ -1,4 +1,4 @@
-"""Runs that diverge: how the loop notices it, and what it says."""
+"""Detection of runs that diverge, and the message for the user."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a result may depend on besides recipe and seed: versions, device and commit."""
+"""What a result may depend on apart from recipe and seed: versions, device and commit."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Runs that fail while others go on: what failed and why, on all ranks."""
+"""Runs that fail while others continue: what failed and why, on all ranks."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Failures:
-    """Failed runs by the number of their plan.
+    """Failed runs by the index of their plan.
 
     Args:
         total: number of runs of the training.
@@ -39,10 +39,10 @@ class Failures:
         return number in self.messages
 
     def add(self, number: int, message: str) -> None:
-        """Note a failed run and, if there are others, say so at once."""
+        """Record a failed run; if there are other runs, warn at once."""
         self.messages[number] = message
         if self.total > 1 and distributed.rank(None) == 0:
-            warnings.warn(f"{message}; the other runs go on", stacklevel=2)
+            warnings.warn(f"{message}; the other runs continue", stacklevel=2)
 
     def raise_if_any(self, runs: Sequence[Run]) -> None:
         """Raise RunsFailed with the finished runs if there are failures."""
@@ -54,7 +54,7 @@ class Failures:
 
 @contextlib.contextmanager
 def finished_first(train: Callable[..., list[Any]], *arguments: Any) -> Iterator[list[Any]]:
-    """Train; yields the runs that are finished, and raises RunsFailed only after the context."""
+    """Train; yields the finished runs, and raises RunsFailed only at the end of the context."""
     failed = None
     try:
         runs = train(*arguments)
@@ -68,7 +68,7 @@ def finished_first(train: Callable[..., list[Any]], *arguments: Any) -> Iterator
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raise an error of one rank on all of them, where the others would wait for it for ever.
+    """Raise an error of one rank on all ranks, so that the others do not wait for it for ever.
 
     The first rank with an InputError raises it, the others raise StoppedElsewhere. Collectives
     inside the context must come after whatever may fail.
@@ -88,7 +88,7 @@ def together() -> Iterator[None]:
 
 
 def reason_of(error: Exception, *, side_by_side: int = 1) -> str:
-    """Why a run failed, in one line; prints the traceback of an error that is not expected."""
+    """Why a run failed, in one line; prints the traceback of an unexpected error."""
     if is_out_of_memory(error):
         if side_by_side > 1:
             return f"out of memory: use --side-by-side {side_by_side // 2}"
@@ -99,7 +99,7 @@ def reason_of(error: Exception, *, side_by_side: int = 1) -> str:
 
 
 def free_memory() -> None:
-    """Give memory back that failed runs have used; call it outside of ``except``."""
+    """Release the memory of failed runs; call it outside of ``except``."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

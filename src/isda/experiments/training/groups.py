@@ -29,7 +29,7 @@ __all__ = [
 
 
 MOST_SIDE_BY_SIDE = 6
-"""Most runs side by side of which small networks are expected to train fastest."""
+"""Number of runs side by side with which small networks are expected to train fastest."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def groups(
     device: torch.device,
     store: ImageStore,
 ) -> Iterator[list[int]]:
-    """Indices of the plans that train side by side; those with the same images follow each other.
+    """Indices of plans that train side by side; groups with the same images follow each other.
 
-    Holds no images itself, so that ``store`` can free them before it loads the next ones.
+    The generator holds no images, so that ``store`` can free them before it loads the next ones.
     """
     while waiting:
         first = plans[waiting[0]].recipe
@@ -74,7 +74,7 @@ def load_images(recipe: Recipe, options: Options) -> ImageArrays | FolderImages:
 
 
 def images_of_run(data: ImageArrays | DecodedImages, plan: Plan) -> ImageArrays | DecodedImages:
-    """The images of a run: those drawn by its seed, if the recipe asks for it."""
+    """The images of a run; drawn with its seed if the recipe has ``images_per_class``."""
     recipe = plan.recipe
     if not recipe.images_per_class:
         return data
@@ -93,10 +93,10 @@ def same_steps(one: Recipe, other: Recipe) -> bool:
 
 
 def whole_seeds(plans: Sequence[Plan], width: int) -> int:
-    """Number of runs side by side, at most ``width``, that does not divide the runs of a seed.
+    """Number of runs side by side, at most ``width``, that does not separate the runs of a seed.
 
-    So cross entropy and ISDA with the same seed finish together, also if the time is up before
-    other seeds begin. If the runs of one seed are more than ``width``, it is ``width``.
+    Cross entropy and ISDA with the same seed then finish together, even if the time is up before
+    other seeds begin. If there are more runs of one seed than ``width``, it is ``width``.
     """
     of_a_seed = sum(plan.seed == plans[0].seed for plan in plans)
     return width - width % of_a_seed if width > of_a_seed else width
@@ -128,11 +128,11 @@ def _side_by_side(
     return whole_seeds(plans, width)
 
 
-_compiled: Recipe | None = None  # of the last runs whose network was compiled
+_compiled: Recipe | None = None  # recipe of the last runs whose network was compiled
 
 
 def _forget_other_code(recipe: Recipe) -> None:
-    """Discard compiled code of other networks, which counts against the recompile limit."""
+    """Discard compiled code of other networks, which would count towards the recompile limit."""
     global _compiled
     if _compiled is None or not same_steps(_compiled, recipe):
         torch.compiler.reset()

@@ -42,11 +42,11 @@ _kept: list["ImageStore"] = []  # of kept_images
 
 
 class ImageStore:
-    """Images on a device, of one data set at a time.
+    """Images of one data set at a time, on a device.
 
     A data set is loaded once: files that change later do not change the images of later runs. The
-    next data set is loaded after the last one has been freed. Held-out images are taken out of the
-    decoded ones, so that the same files are not decoded again for another split.
+    next data set is loaded after the last one has been freed. Held-out images are taken from the
+    decoded ones, so that files are not decoded again for another split.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class ImageStore:
         self._split_key: object = None
         self._split: Images | None = None
         self.first: Any = None
-        """Semaphore that the first of several processes takes, which alone names the images."""
+        """Semaphore that the first of several processes acquires; only it prints the data set."""
 
     def get(self, recipe: Recipe, options: Options, device: torch.device) -> Images:
-        """Images of a recipe, ready for training; unreadable files are skipped if so desired."""
+        """Images of a recipe, ready for training; unreadable files are skipped if requested."""
         key = _settings(recipe, options, device)
         if key != self._key:
             self._load(recipe, options, device)
@@ -67,7 +67,7 @@ class ImageStore:
         return self._split_of(recipe)
 
     def files(self, recipe: Recipe, options: Options) -> FolderImages | None:
-        """Files of a folder, without skipped ones; None if they are not those that are here."""
+        """Files of a folder, without skipped ones; None if other images are loaded."""
         here = self._key[:2] == (recipe.data, options.data_root)
         return self._files if here and isinstance(self._files, FolderImages) else None
 
@@ -90,7 +90,7 @@ class ImageStore:
             )
 
     def _split_of(self, recipe: Recipe) -> Images:
-        """The images of a recipe, of the data set that is here."""
+        """The images of a recipe, taken from the loaded data set."""
         whole = self._whole
         assert whole is not None
         if recipe.hold_out:
@@ -113,7 +113,7 @@ def decode_readable(
 ) -> tuple[ImageArrays | FolderImages, _Decoded]:
     """Data set of a recipe without its split, and what ``decode`` makes of it.
 
-    Files that it cannot decode are skipped if so desired.
+    Files that it cannot decode are skipped if requested.
     """
     skipped: dict[str, str] = {}
     while True:
@@ -149,9 +149,9 @@ def load_files(recipe: Recipe, options: Options, *, skip: Any = ()) -> ImageArra
 
 @contextlib.contextmanager
 def kept_images() -> Iterator[ImageStore]:
-    """Store of a training; inside another such context it is that of the outermost one.
+    """Store of a training; nested contexts share the store of the outermost one.
 
-    Several trainings of one command, such as those of a search, decode their images once in it.
+    It lets several trainings of one command, such as those of a search, decode their images once.
     """
     if _kept:
         yield _kept[0]
@@ -207,7 +207,7 @@ def normalised(data: _Decoded, recipe: Recipe) -> _Decoded:
 
 
 def data_size(data: Images) -> list[int]:
-    """Numbers of training images, test images and classes, which a checkpoint has."""
+    """Numbers of training images, test images and classes, as in a checkpoint."""
     return [len(data.train_target), len(data.test_target), data.num_classes]
 
 
@@ -229,7 +229,7 @@ def require_same_images(data: Images, recipe: Recipe, state: dict[str, Any], adv
 def _features(
     recipe: Recipe, files: ImageArrays | FolderImages, options: Options, device: torch.device
 ) -> FeatureArrays:
-    """Features of all images, as they are tested, by the frozen network of a recipe."""
+    """Features of all images, prepared as for testing, by the frozen network of a recipe."""
     sources: list[Any]
     if isinstance(files, ImageArrays):
         data: Images = files
@@ -287,7 +287,7 @@ def require_fit(network: Network, recipe: Recipe, shape: torch.Size, device: tor
 
 @contextlib.contextmanager
 def _random_head(network: Network) -> Iterator[None]:
-    """Random numbers in the head: with a new head, which is zero, all logits would be equal."""
+    """Fill the head with random numbers: a new head is zero, so that all logits would be equal."""
     parameters = [*network.get_classifier().parameters()]
     before = [one.clone() for one in parameters]
     generator = torch.Generator().manual_seed(0)

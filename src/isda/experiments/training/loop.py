@@ -2,7 +2,7 @@
 
 A run that was killed resumes from its last checkpoint and ends with the same numbers as an
 uninterrupted one: every random number is a function of seed and step, a checkpoint holds everything
-that a step changes, and later metrics are truncated.
+that a step changes, and metrics recorded after the checkpoint are dropped.
 """
 
 import contextlib
@@ -56,12 +56,12 @@ def train(
         options: how to run the training.
         progress: show a progress bar.
 
-    A run that fails does not stop the others. Out of memory with several runs side by side, they
+    A run that fails does not stop the others. If several runs side by side run out of memory, they
     continue once with half as many.
 
     Raises:
-        TimeUp: the time limit of the options ended before the runs; their checkpoints are written.
-        RunsFailed: runs that failed; holds the others, which are finished.
+        TimeUp: the time limit was reached before the end; checkpoints are written.
+        RunsFailed: some runs failed; holds the others, which are finished.
         WriteError: a file could not be written, which stops all runs.
     """
     options = options or Options()
@@ -211,15 +211,15 @@ class _Training:
     def _leave_out(self, members: Sequence[Member], seconds: float) -> bool:
         """Leave runs to the next command if that lets the others side by side finish in time.
 
-        That is put off while some more epochs of all runs would let as many of them finish, because
-        epochs may become faster.
+        The decision is postponed while training all runs for some more epochs would let as many of
+        them finish, because epochs may become faster.
 
         Args:
             members: runs with the same number of epochs left.
             seconds: time of an epoch of all of them.
 
         Returns:
-            whether there are any.
+            Whether runs were left out.
         """
         lane = members[0].lane
         epochs = lane.recipe.epochs - lane.epoch
@@ -232,14 +232,14 @@ class _Training:
             return False
         self._left_out |= {member.number for member in members[number:]}
         warnings.warn(
-            f"the time that is left is enough for {number} of {len(members)} runs side by side; "
-            "the next command continues with the others",
+            f"the remaining time is enough for {number} of {len(members)} runs side by side; "
+            "the next command continues the others",
             stacklevel=2,
         )
         return True
 
     def _epoch_seconds(self, group: list[int]) -> float:
-        """Time of an epoch of a group, by the last one of equal runs on this device; else 0."""
+        """Time of an epoch of a group, from the last epoch of equal runs on this device; else 0."""
         first = self.plans[group[0]].recipe
         here = environment(self.device)["device"]
         equal = [run for n, run in self.runs.items() if same_steps(self.plans[n].recipe, first)

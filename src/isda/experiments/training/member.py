@@ -20,10 +20,10 @@ __all__ = ["Member"]
 
 @dataclass(frozen=True)
 class Member:
-    """A run among those of one command; without a folder on ranks other than 0."""
+    """One of the runs of a command; without a folder on ranks other than 0."""
 
     number: int
-    """Of the plan."""
+    """Index of the plan."""
     lane: Lane
     run: RunFolder | None
 

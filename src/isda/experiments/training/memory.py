@@ -1,4 +1,4 @@
-"""Memory of a training step: what fits, its peak, and whether it was too much."""
+"""Memory of a training step: what fits, its peak, and detection of out-of-memory errors."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ __all__ = ["create_on", "host_memory", "is_out_of_memory", "peak_host_memory", "
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or one in its chain, such as a failed capture, is out of memory."""
+    """Whether an error, or one in its chain (as after a failed capture), means out of memory."""
     if error is None:
         return False
     text = str(error).lower()

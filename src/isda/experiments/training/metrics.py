@@ -27,7 +27,7 @@ def classification_metrics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def classified(logits: Tensor, target: Tensor) -> Tensor:
-    """Target, predicted class, its probability and that of the target, of every image.
+    """Target, predicted class, its probability and the target's probability, for every image.
 
     Shape:
         logits (N, C), target (N,); output (N, 4) in float32, which holds class indices exactly.

@@ -1,7 +1,7 @@
 """The optimizer of a run: SGD or AdamW, with learning rates and weight decay by group.
 
-Learning rates are tensors, so that captured steps read the rate of the moment. The state exists
-from the start, so that the first step is like every other.
+Learning rates are tensors, so that captured steps read the current rate. The state exists from the
+start, so that the first step is like every other.
 """
 
 import torch
@@ -74,7 +74,7 @@ def set_rates(
 
 
 def rates(optimizer: torch.optim.Optimizer, learning_rate: Tensor) -> list[Tensor]:
-    """Learning rates that :func:`set_rates` sets, which differ from that of the epoch."""
+    """Learning rates that :func:`set_rates` sets, which differ from the rate of the epoch."""
     found = [group["lr"] for group in optimizer.param_groups]
     return [rate for rate in found if rate is not learning_rate]
 

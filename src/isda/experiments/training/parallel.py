@@ -32,8 +32,8 @@ __all__ = ["train_in_processes"]
 def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolder]:
     """Train every plan in one of ``options.processes`` processes; runs in the order of the plans.
 
-    A run that fails does not stop the others, but an input error or a full disk does: then the runs
-    that have started are finished, and no others are started.
+    A run that fails does not stop the others. After an input error or on a full disk, however, only
+    the runs that have already started are finished.
     """
     folders = [plan.folder(options.out) for plan in plans]
     if not options.resume:
@@ -105,7 +105,7 @@ def _exit_with_parent() -> None:
 
 
 def _train(plan: Plan, options: Options) -> None:
-    """Train a run in a process; the start of its time limit is that of the command."""
+    """Train a run in a process; its time limit starts with the command."""
     from isda.experiments.training.loop import train  # which imports this module
 
     try:

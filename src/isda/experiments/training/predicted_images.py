@@ -46,7 +46,7 @@ def thumbnails(
         images = images.hold_out(recipe.hold_out)
     if images is None:
         if options.skip_unreadable:  # all files would have to be decoded to know the others
-            raise InputError("not shown with --skip-unreadable and --processes")
+            raise InputError("they cannot be shown with both --skip-unreadable and --processes")
         images = load_images(recipe, options)
     if isinstance(images, FolderImages):
         decoded = {i: decode_image(images.test_files[i]).numpy() for i in indices}

@@ -1,8 +1,8 @@
 """Run folders: ``OUT/<recipe>/<seed>/`` with config.json, metrics.jsonl and checkpoint.pt.
 
-A run can be killed at any time and resumes from its last valid checkpoint. Files are written to a
-temporary name and renamed. Metrics are appended line by line before the checkpoint that includes
-them, and truncated to the checkpoint on resume.
+A run can be killed at any time and resumes from its last valid checkpoint. Files are written under
+a temporary name and renamed. Metrics are appended line by line, before the checkpoint that includes
+them is written, and truncated to the checkpoint on resume.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class RunFolder(Run):
         return run
 
     def record_weights(self, weights: LoadedWeights | None) -> None:
-        """Record in config.json what the network was started from.
+        """Record the pretrained weights in config.json.
 
         Raises:
             InputError: the run was started from other weights.
@@ -203,14 +203,14 @@ class RunFolder(Run):
         return None
 
     def has_checkpoint(self) -> bool:
-        """Whether there is a checkpoint that can be read and is of this run; reads it."""
+        """Whether there is a valid checkpoint of this run; reads it."""
         with warnings.catch_warnings(), contextlib.suppress(InputError):
             warnings.simplefilter("ignore")
             return RunFolder(self.folder).load() is not None
         return False
 
     def _require_own(self, path: Path, state: dict[str, Any]) -> None:
-        """Raise ValueError for a damaged checkpoint, InputError for that of another run."""
+        """Raise ValueError for a damaged checkpoint, InputError for one of another run."""
         missing = [key for key in ("recipe", "seed", "epoch") if key not in state]
         if missing:
             raise ValueError(f"it does not name its {missing[0]}")
@@ -227,8 +227,8 @@ class RunFolder(Run):
             changed.append(f"seed {seed!r:.40} → {self.seed}")
         if changed:
             raise InputError(
-                f"{path} is the checkpoint of another run ({', '.join(changed)}): restore that of "
-                "this run, or delete it"
+                f"{path} is the checkpoint of another run ({', '.join(changed)}): restore the "
+                "one of this run, or delete it"
             )
 
     @property
@@ -299,11 +299,11 @@ def _lock_file(folder: Path, use: str) -> IO[str]:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         file.close()  # deleted before it was locked
-    raise InputError(f"cannot lock {path}: other processes delete it")
+    raise InputError(f"cannot lock {path}: other processes keep deleting it")
 
 
 def require_free(folders: Iterable[Path]) -> None:
-    """Raise InputError if one of the folders already holds a run, or what is left of one."""
+    """Raise InputError if one of the folders already holds a run, or the remains of one."""
     for folder in folders:
         if (folder / "config.json").exists():
             raise InputError(f"{folder} already holds a run: use --resume or a different --out")

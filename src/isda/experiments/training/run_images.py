@@ -46,7 +46,7 @@ class RunImages:
         device: device of the run.
         rank: rank of this process among those that train the run together.
         world: number of these processes.
-        compiled: compile the preparation of a batch.
+        compiled: whether to compile the preparation of a batch.
         generator: source of synthetic images, if the recipe has any.
     """
 
@@ -135,7 +135,7 @@ class RunImages:
                 self._images.copy_(images)
 
     def load(self) -> None:
-        """Bring the next batch to the device, if the images are not there."""
+        """Copy the next batch to the device, if the images are not there."""
         if self._feed is not None:
             self._feed.load()
 
@@ -185,7 +185,7 @@ def compile_once(function: Callable[..., Any], **options: Any) -> Callable[..., 
     """Compile a function once for all runs.
 
     A network is an argument of the function, so that its weights are inputs of the compiled code,
-    which runs with the same architecture and batch size share.
+    shared by all runs with the same architecture and batch size.
     """
     return torch.compile(function, dynamic=False, options=options or None)
 

@@ -68,7 +68,7 @@ class CapturedSteps(Generic[_Lane]):
                 function(lane)
 
     def _graph(self, function: Callable[[_Lane], None], times: int) -> torch.cuda.CUDAGraph | None:
-        """The graph of the calls; None if they cannot be captured, now and later."""
+        """The graph of the calls; None if they can never be captured."""
         if (function, times) not in self._graphs:
             self._warm_up(function)
             try:
@@ -77,7 +77,7 @@ class CapturedSteps(Generic[_Lane]):
                 if is_out_of_memory(error):
                     raise
                 warnings.warn(
-                    f"the training step cannot be captured in a CUDA graph and runs without it, "
+                    f"the training step cannot be captured in a CUDA graph and runs without one, "
                     f"which is slower: {str(error).splitlines()[0]}",
                     stacklevel=2,
                 )
@@ -109,7 +109,7 @@ class CapturedSteps(Generic[_Lane]):
         # other threads, such as those of a data loader, may call CUDA during the capture
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             main = torch.cuda.current_stream()
-            # before any work: torch may have given the stream of a lane to the capture, too
+            # before any work: torch may use the stream of a lane for the capture as well
             for lane in self.lanes:
                 lane.stream.wait_stream(main)
             for lane in self.lanes:

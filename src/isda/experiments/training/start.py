@@ -55,7 +55,7 @@ def records_of(plan: Plan, *folders: Path) -> list[Run]:
 
 
 def adopt_records(plans: Sequence[Plan], records: Path, out: Path) -> None:
-    """Copy finished runs from a folder of records to that of the runs, unless they are there."""
+    """Copy finished runs from a folder of records to the folder of runs, unless they are there."""
     for plan in plans:
         if not plan.folder(out).exists():
             for run in records_of(plan, records):
@@ -65,7 +65,7 @@ def adopt_records(plans: Sequence[Plan], records: Path, out: Path) -> None:
 def require_inputs(plans: Sequence[Plan], options: Options) -> None:
     """Raise InputError before images are decoded if images, network or weights do not exist.
 
-    Downloads pretrained weights if so desired.
+    Downloads pretrained weights if requested.
     """
     for data in {plan.recipe.data for plan in plans}:
         kind, _, path = data.partition(":")
@@ -116,8 +116,8 @@ def require_fit(lane: Lane) -> None:
         return
     with (
         as_input_error(
-            f"{recipe.network} cannot train on the last batch, a single image of "
-            f"{lane.num_images}: choose a batch_size other than {recipe.batch_size}"
+            f"{recipe.network} cannot train on the last batch, which has only 1 of "
+            f"{lane.num_images} images: choose a batch_size other than {recipe.batch_size}"
         ),
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.no_grad(),

@@ -1,6 +1,7 @@
 """Time and memory of a training step with ISDA and with cross entropy (Table 1).
 
-One network trains on random images with the steps of the training loop; only the criterion changes.
+A network is trained on random images with the steps of the training loop; only the criterion
+changes.
 """
 
 import contextlib
@@ -70,8 +71,8 @@ def measured_cost(
     Args:
         network: name of a network, or ``timm:NAME``.
         device: device to measure on. On a CPU the step uses float32.
-        num_classes: number of classes; by default that of the network's data set in the paper.
-        image_size: side of the images; by default that of the data set, or of the timm model.
+        num_classes: number of classes; by default as in the network's data set in the paper.
+        image_size: side of the images; by default as in that data set, or as for the timm model.
         batch_size: images per step; by default the recipe's, at most 256, and 8 on a CPU.
         steps: steps per measurement; by default 20, and 2 on a CPU.
         repeats: number of measurements of each case.
@@ -112,7 +113,7 @@ def usual_batch_size(network: str, device: torch.device) -> int:
 
 
 def isda_recipe(network: str) -> Recipe:
-    """ISDA recipe of a network; for timm models that of ResNet-50."""
+    """ISDA recipe of a network; for timm models the recipe of ResNet-50."""
     if network.startswith("timm:"):
         return replace(get_recipe("imagenet-resnet50-isda"), network=network)
     for data in SHAPES:
@@ -124,7 +125,7 @@ def isda_recipe(network: str) -> Recipe:
 def image_shape(
     recipe: Recipe, num_classes: int | None, image_size: int | None
 ) -> tuple[int, tuple[int, int, int]]:
-    """Number of classes and image shape: as given, else those of the recipe's data set.
+    """Number of classes and image shape; by default those of the recipe's data set.
 
     A timm model with a fixed image size overrides the size of the data set.
     """

@@ -228,7 +228,7 @@ class Lane:
         if state.get("generator", 0) != self.generator_digest:
             raise InputError(
                 f"the {self.recipe.generator} is not the one that the checkpoint was made with: "
-                "give the folder of that one with --generators"
+                "give the folder of the original one with --generators"
             )
         self.epoch = state["epoch"]
         self.steps.copy_(state["steps"])
@@ -276,7 +276,7 @@ class Lane:
             # combine small kernels, such as the casts of the weights, into one
             compiled = partial(compile_once(_features_and_logits, combo_kernels=True), self.network)
             full = self.recipe.batch_size
-            # compiling once more for the last, smaller batch would cost more time than it saves
+            # compiling again for the last, smaller batch would cost more time than it saves
             return lambda images: compiled(images) if len(images) == full else eager(images)
         on_gpu = self.device.type == "cuda"
         with warnings.catch_warnings():

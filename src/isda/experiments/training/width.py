@@ -1,9 +1,9 @@
 """How many runs train fastest side by side: measured on the GPU, once per network.
 
-Runs side by side share the GPU. Too few leave it idle, too many slow each other down, and where the
-best number lies depends on network and GPU. So a few steps of about two thirds, as many, and four
-thirds of the expected number are timed before the first run of a network. The times are kept in
-``side_by_side.json``, in the folder of the compiled code or else in that of the runs.
+Runs side by side share the GPU. Too few leave it idle, too many slow each other down, and the best
+number depends on network and GPU. Therefore, before the first run of a network, a few steps are
+timed with the expected number of runs, and with about two thirds and four thirds of it. The times
+are kept in ``side_by_side.json``, in the folder of the compiled code or else of the runs.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from isda.experiments.training.training_step import Lane
 __all__ = ["candidates", "choose_width", "fastest_width"]
 
 _FILE = "side_by_side.json"
-_FEWEST_STEPS = 40  # of an epoch, so that a measurement fits into it
+_FEWEST_STEPS = 40  # in an epoch, so that a measurement fits into it
 _SHORTEST = 1800.0  # seconds left: measuring takes about a minute and saves a few percent
 _EQUAL = 1.02  # times that differ by less are equal, and the smaller number needs less memory
 
@@ -48,7 +48,7 @@ def candidates(runs: int, expected: int) -> list[int]:
 
 
 def choose_width(seconds: Mapping[int, float]) -> int:
-    """The number of runs with the least time per run; of about equal ones the smallest.
+    """The number of runs with the least time per run; the smallest of nearly equal ones.
 
     >>> choose_width({4: 0.0050, 6: 0.0066, 8: 0.0100})  # 1.25, 1.10 and 1.25 ms per run
     6
@@ -70,13 +70,13 @@ def fastest_width(
 ) -> int:
     """Number of runs side by side, from the measurements of earlier commands and new ones.
 
-    Nothing is measured if all runs fit side by side, or if the time limit is too near for a
-    measurement to pay.
+    Nothing is measured if all runs fit side by side, or if too little time is left for a
+    measurement to pay off.
 
     Args:
         recipe: recipe of the first run.
         runs: number of runs that are to be trained.
-        expected: number that is expected to be the fastest, and that is used if nothing is known.
+        expected: number that is expected to be the fastest, used if nothing is known.
         create_lanes: creates some of the runs; their state is discarded.
         options: how to run the training.
         device: device of the runs.
