@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from isda import versions
+
 # the suite runs one process per core; those that it starts have one thread, too
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -49,8 +51,12 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    missing = {}
+    if not versions.COMPILES:
+        missing["compiled"] = "needs a newer torch"
+    if not torch.cuda.is_available():
+        missing["gpu"] = "needs a CUDA device"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for marker in item.iter_markers():
+            if marker.name in missing:
+                item.add_marker(pytest.mark.skip(reason=missing[marker.name]))

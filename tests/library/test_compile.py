@@ -13,6 +13,8 @@ STRUCTURES = ["full", "diagonal", "shared", "identity"]
 structures = pytest.mark.parametrize("structure", STRUCTURES)
 N, C, A = 7, 13, 5
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.fixture(autouse=True)
 def _forget():

@@ -92,6 +92,7 @@ def test_infinite_logits_are_not_blamed_on_the_weights(device):
         step()
 
 
+@pytest.mark.compiled
 def test_compiled(device):
     criterion = ISDALoss(A, C, ramp="constant").to(device)
     compiled = torch.compile(criterion, fullgraph=True, backend="aot_eager")

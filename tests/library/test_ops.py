@@ -202,6 +202,7 @@ def test_operators_are_registered_correctly(diagonal, device):
         torch.library.opcheck(operator, arguments, test_utils=checks)
 
 
+@pytest.mark.compiled  # versions.run_eagerly imports Dynamo
 def test_import_of_the_library_imports_neither_triton_nor_dynamo():
     code = "import isda, sys; print([m for m in ('triton', 'torch._dynamo') if m in sys.modules])"
     before = (

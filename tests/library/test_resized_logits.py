@@ -8,7 +8,7 @@ from paired_heads import OPTIONS, A, C, Then, check
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda import attach, versions
+from isda import attach
 
 RESIZINGS = [
     *itertools.product([1], ["linear"], [False, True]),
@@ -113,7 +113,7 @@ def test_segmentation_models_of_torchvision(name, device):
     loss.backward()
 
 
-@pytest.mark.skipif(not versions.COMPILES, reason="torch cannot compile the criteria")
+@pytest.mark.compiled
 def test_resized_logits_in_a_compiled_criterion(device):
     """It needs one eager call, which finds out how the logits are resized."""
     head = nn.Conv2d(A, C, 1).to(device)
