@@ -164,7 +164,8 @@ class AttachedLoss(nn.Module):
 
         Shape:
             logits (N, C), target (N,) or (N, C). Tokens: logits (N, C, L) or (N, L, C). Maps:
-            logits (N, C, H, W), at the resolution of the layer or resized.
+            logits (N, C, H, W), at the resolution of the layer or resized. Output () or, with
+            reduction "none", the shape of class indices; for multi-label targets, of the logits.
         """
         index = options.get("covariance_index")
         tensors = isinstance(logits, Tensor) and isinstance(target, Tensor)
@@ -199,7 +200,12 @@ class AttachedLoss(nn.Module):
         loss = self.criterion(
             rows.features, weight, rows.target, bias=bias, logits=rows.logits, **options
         )
-        return loss.view(rows.positions) if loss.dim() == 1 else loss
+        if loss.dim() == 1:
+            return loss.view(rows.positions)
+        if loss.shape != rows.logits.shape:
+            return loss
+        loss = loss.view(*rows.positions, len(weight))  # one for each label, in the logits' order
+        return loss.movedim(-1, 1) if rows.classes_last is False else loss
 
     @property
     def estimator(self) -> Estimator:
@@ -316,10 +322,11 @@ class AttachedLoss(nn.Module):
         last, head = self._classes_last, self.heads[0]
         if last is None:  # in the order of the layer's output
             last = isinstance(head, nn.Linear) and self._captures[0].has_tokens
-        logits, target = classes_second(logits, target, len(head.weight), classes_last=last)
+        second, target = classes_second(logits, target, len(head.weight), classes_last=last)
         evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
-        value: Tensor = evaluate(logits, target)
-        return value
+        value: Tensor = evaluate(second, target)
+        per_label = value.shape == second.shape
+        return value.movedim(1, -1) if per_label and second is not logits else value
 
     def _pair(
         self,
