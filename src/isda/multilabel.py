@@ -166,6 +166,11 @@ class ISDABCEWithLogitsLoss(Criterion):
         )
         return loss.movedim(-1, 1) if self.reduction == "none" else loss
 
+    def grow(self, num_classes: int) -> None:
+        if self.pos_weight is not None and num_classes != self.num_classes:
+            raise ValueError("grow needs a criterion without pos_weight: set it to None")
+        super().grow(num_classes)
+
     def extra_repr(self) -> str:
         weight = None if self.pos_weight is None else f"tensor of shape ({self.num_classes},)"
         return f"{super().extra_repr()}, pos_weight={weight}"
