@@ -185,7 +185,7 @@ class AttachedLoss(nn.Module):
             return self._evaluate(logits, target, options, is_new=is_new)
         weight, bias = parameters[0]
         now = self.heads[0]._parameters.get("weight")  # may be sharded again after the pass
-        if now is not None and (hasattr(now, "device_mesh") or now.numel() == 0):  # DTensor, ZeRO-3
+        if now is not None and (distributed.is_sharded(now) or now.dim() == 1):  # FSDP1, ZeRO-3
             weight, bias = self.gather_parameters()
         elif len(parameters) > 1:
             weight, bias = _join(parameters)
@@ -260,7 +260,7 @@ class AttachedLoss(nn.Module):
         parameters = []
         for head in self.heads:
             weight = distributed.full_tensor(head.weight)
-            if weight.numel() == 0:
+            if weight.dim() == 1:
                 raise ValueError(
                     f"the weight of the attached layer has shape {tuple(weight.shape)} outside of "
                     "its forward pass, because it is sharded: use torch's fully_shard (FSDP2), or "
