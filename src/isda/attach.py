@@ -164,7 +164,8 @@ class AttachedLoss(nn.Module):
 
         Shape:
             logits (N, C), target (N,) or (N, C). Tokens: logits (N, C, L) or (N, L, C). Maps:
-            logits (N, C, H, W), at the resolution of the layer or resized.
+            logits (N, C, H, W), at the resolution of the layer or resized. Output () or, with
+            reduction "none", the shape of class indices; for multi-label targets, of the logits.
         """
         index = options.get("covariance_index")
         tensors = isinstance(logits, Tensor) and isinstance(target, Tensor)
@@ -184,7 +185,7 @@ class AttachedLoss(nn.Module):
             return self._evaluate(logits, target, options, is_new=is_new)
         weight, bias = parameters[0]
         now = self.heads[0]._parameters.get("weight")  # may be sharded again after the pass
-        if now is not None and (hasattr(now, "device_mesh") or now.numel() == 0):  # DTensor, ZeRO-3
+        if now is not None and (distributed.is_sharded(now) or now.dim() == 1):  # FSDP1, ZeRO-3
             weight, bias = self.gather_parameters()
         elif len(parameters) > 1:
             weight, bias = _join(parameters)
@@ -199,7 +200,12 @@ class AttachedLoss(nn.Module):
         loss = self.criterion(
             rows.features, weight, rows.target, bias=bias, logits=rows.logits, **options
         )
-        return loss.view(rows.positions) if loss.dim() == 1 else loss
+        if loss.dim() == 1:
+            return loss.view(rows.positions)
+        if loss.shape != rows.logits.shape:
+            return loss
+        loss = loss.view(*rows.positions, len(weight))  # one for each label, in the logits' order
+        return loss.movedim(-1, 1) if rows.classes_last is False else loss
 
     @property
     def estimator(self) -> Estimator:
@@ -254,7 +260,7 @@ class AttachedLoss(nn.Module):
         parameters = []
         for head in self.heads:
             weight = distributed.full_tensor(head.weight)
-            if weight.numel() == 0:
+            if weight.dim() == 1:
                 raise ValueError(
                     f"the weight of the attached layer has shape {tuple(weight.shape)} outside of "
                     "its forward pass, because it is sharded: use torch's fully_shard (FSDP2), or "
@@ -316,10 +322,11 @@ class AttachedLoss(nn.Module):
         last, head = self._classes_last, self.heads[0]
         if last is None:  # in the order of the layer's output
             last = isinstance(head, nn.Linear) and self._captures[0].has_tokens
-        logits, target = classes_second(logits, target, len(head.weight), classes_last=last)
+        second, target = classes_second(logits, target, len(head.weight), classes_last=last)
         evaluate = getattr(self.criterion, "evaluate", ops.cross_entropy)
-        value: Tensor = evaluate(logits, target)
-        return value
+        value: Tensor = evaluate(second, target)
+        per_label = value.shape == second.shape
+        return value.movedim(1, -1) if per_label and second is not logits else value
 
     def _pair(
         self,

@@ -111,7 +111,7 @@ class Criterion(nn.Module):
             f"synchronize={self.synchronize}, process_group={group}"
         )
 
-    def _require_call(self, ranks_wait: bool, **arguments: Any) -> None:
+    def _require_call(self, *, ranks_wait: bool, **arguments: Any) -> None:
         """Raise for arguments of the wrong type, device, dtype or shape.
 
         Args:

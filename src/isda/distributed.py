@@ -217,7 +217,7 @@ class ShardedCovariance(FullCovariance):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self._place()}"
 
-    def check_ranks(self, synchronize: bool, process_group: dist.ProcessGroup | None) -> None:
+    def check_ranks(self, process_group: dist.ProcessGroup | None, *, synchronize: bool) -> None:
         """Raise ValueError if a criterion does not gather the samples of the same ranks."""
         if self.world_size == 1:
             return

@@ -36,7 +36,7 @@ class Capture:
     def __init__(self) -> None:
         self.features: Tensor | None = None
         # weight and bias in this pass, which torch.func.functional_call may have replaced; None if
-        # a parametrization computes the weight
+        # they are computed, by a parametrization or by torch.nn.utils.prune
         self.parameters: tuple[Tensor, Tensor | None] | None = None
         self.missing_reason = "never"  # why there are no features
         self.has_tokens = False  # whether the last input had more than two dimensions
@@ -63,8 +63,9 @@ class Capture:
                 "it before the layer (tensor parallelism is not supported)"
             )
         self.features, self.missing_reason = features, "used"  # the reason after they are taken
-        weight = module._parameters.get("weight")
-        self.parameters = None if weight is None else (weight, module._parameters["bias"])
+        own = module._parameters
+        weight = own.get("weight")
+        self.parameters = None if weight is None or "bias" not in own else (weight, own["bias"])
 
     def explain(self) -> str:
         """Why there are no features."""

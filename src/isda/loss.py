@@ -107,7 +107,7 @@ class ISDALoss(Criterion):
         )
         checks.require_label_smoothing(label_smoothing)
         if isinstance(self.estimator, ShardedCovariance):
-            self.estimator.check_ranks(synchronize, process_group)
+            self.estimator.check_ranks(process_group, synchronize=synchronize)
         self.label_smoothing = label_smoothing
         self.ignore_index = ignore_index
         self.register_buffer("problem", torch.zeros((), dtype=torch.int64), persistent=False)
@@ -143,7 +143,7 @@ class ISDALoss(Criterion):
                 the same training step; λ is that of the last counted step.
         """
         self._require_call(
-            self.training,
+            ranks_wait=self.training,
             features=features,
             weight=weight,
             target=target,
@@ -161,9 +161,11 @@ class ISDALoss(Criterion):
             features, logits, target = flatten(features), flatten(logits), flatten_target(target)
         learn = update and not self.frozen
         with torch.autocast(features.device.type, enabled=False):
-            batch = self._gather(features.detach(), target, covariance_index, learn)
-            batch, scale, strength = self._count_step(batch, target, progress, update)
-            quadratic = self._update_and_quadratic(batch, weight, target, covariance_index, learn)
+            batch = self._gather(features.detach(), target, covariance_index, learn=learn)
+            batch, scale, strength = self._count_step(batch, target, progress, update=update)
+            quadratic = self._update_and_quadratic(
+                batch, weight, target, covariance_index, learn=learn
+            )
             if self.max_shift is not None:
                 quadratic = functional.limit_shift(quadratic, strength, self.max_shift)
             loss = ops.scaled_isda_cross_entropy(
@@ -200,9 +202,9 @@ class ISDALoss(Criterion):
             features (N, A) or (N, A, ...), target (N,) or (N, ...), or probabilities (N, C) or (N,
             C, ...).
         """
-        self._require_call(True, features=features, target=target)
-        batch = self._gather(flatten(features), flatten_target(target), None, True)
-        batch, _, _ = self._count_step(batch, target, 0.0, False)
+        self._require_call(ranks_wait=True, features=features, target=target)
+        batch = self._gather(flatten(features), flatten_target(target), None, learn=True)
+        batch, _, _ = self._count_step(batch, target, 0.0, update=False)
         self._merge(batch)
         if checks.known_on_host(features):
             self.check()
@@ -249,7 +251,7 @@ class ISDALoss(Criterion):
         )
 
     def _gather(
-        self, features: Tensor, target: Tensor, covariance_index: Tensor | None, learn: bool
+        self, features: Tensor, target: Tensor, covariance_index: Tensor | None, *, learn: bool
     ) -> "_Batch":
         """Samples of all ranks; bad ones have a negative code of ``checks`` as class index."""
         if target.is_floating_point():
@@ -284,7 +286,7 @@ class ISDALoss(Criterion):
         return _Batch(features, index, slice(start, start + number), world_size)
 
     def _count_step(
-        self, batch: "_Batch", target: Tensor, progress: float | Tensor | None, update: bool
+        self, batch: "_Batch", target: Tensor, progress: float | Tensor | None, *, update: bool
     ) -> tuple["_Batch", Tensor, Tensor]:
         """The batch, the factor for the sum of losses, and λ. A bad batch is skipped entirely."""
         if self.ramp == "constant":
@@ -324,6 +326,7 @@ class ISDALoss(Criterion):
         weight: Tensor,
         target: Tensor,
         covariance_index: Tensor | None,
+        *,
         learn: bool,
     ) -> Tensor:
         """Update the statistics, and return the variance of every logit margin of this rank.

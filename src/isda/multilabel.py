@@ -106,7 +106,7 @@ class ISDABCEWithLogitsLoss(Criterion):
                 0.5 count as labels.
         """
         self._require_call(
-            self.training,
+            ranks_wait=self.training,
             features=features,
             weight=weight,
             target=target,
@@ -125,7 +125,7 @@ class ISDABCEWithLogitsLoss(Criterion):
                 self._warn_after = math.inf  # λ does not follow the step count
             world_size = distributed.world_size(self.process_group) if self.synchronize else 1
             learn = update and not self.frozen
-            self._update(features.detach(), target, world_size, learn)
+            self._update(features.detach(), target, world_size, learn=learn)
             if update:
                 self.step += 1
             quadratic = self._quadratic(weight, target)
@@ -166,11 +166,16 @@ class ISDABCEWithLogitsLoss(Criterion):
         )
         return loss.movedim(-1, 1) if self.reduction == "none" else loss
 
+    def grow(self, num_classes: int) -> None:
+        if self.pos_weight is not None and num_classes != self.num_classes:
+            raise ValueError("grow needs a criterion without pos_weight: set it to None")
+        super().grow(num_classes)
+
     def extra_repr(self) -> str:
         weight = None if self.pos_weight is None else f"tensor of shape ({self.num_classes},)"
         return f"{super().extra_repr()}, pos_weight={weight}"
 
-    def _require_call(self, ranks_wait: bool, **arguments: Any) -> None:
+    def _require_call(self, *, ranks_wait: bool, **arguments: Any) -> None:
         features, target = arguments["features"], arguments["target"]
         tensors = isinstance(target, Tensor) and isinstance(features, Tensor)
         if tensors and (not target.is_floating_point() or features.dim() != 2):
@@ -181,7 +186,7 @@ class ISDABCEWithLogitsLoss(Criterion):
                     f"target must be floating point (0 or 1), got {target.dtype}: call .float()"
                 )
             raise ValueError(f"features must have shape (N, A), got {tuple(features.shape)}")
-        super()._require_call(ranks_wait, **arguments)
+        super()._require_call(ranks_wait=ranks_wait, **arguments)
 
     def _require_finite(
         self, loss: Tensor, quadratic: Tensor, strength: Tensor, world_size: int
@@ -197,7 +202,7 @@ class ISDABCEWithLogitsLoss(Criterion):
         if problem:
             raise ValueError(checks.problem_message(problem, self.num_classes, -100))
 
-    def _update(self, features: Tensor, target: Tensor, world_size: int, learn: bool) -> None:
+    def _update(self, features: Tensor, target: Tensor, world_size: int, *, learn: bool) -> None:
         """Merge every sample of all ranks into the statistics of each of its classes."""
         problem = 0
         if not (features.abs() < FEATURE_LIMIT).all():  # false for NaN

@@ -212,6 +212,19 @@ def test_trainer_checkpoint_in_another_folder(tmp_path):
         train_tokens(tmp_path / "run", options=options, resume=elsewhere, **SAVE)
 
 
+def test_trainer_checkpoints_on_each_node(tmp_path):
+    """A node without the first rank writes, too, if the Trainer does."""
+    transformers = pytest.importorskip("transformers")
+    from isda.integrations.transformers import ISDACallback
+
+    (tmp_path / "checkpoint-3").mkdir()
+    callback = ISDACallback(isda.attach(nn.Linear(A, C)))
+    state = transformers.TrainerState(global_step=3, is_world_process_zero=False)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, save_on_each_node=True)
+    callback.on_save(arguments, state, transformers.TrainerControl())
+    assert (tmp_path / "checkpoint-3" / "isda.pt").exists()
+
+
 def test_trainer_trains_twice(tmp_path):
     """Each training has a ramp of its own, also if ``auto_find_batch_size`` starts it again."""
     pytest.importorskip("transformers")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrize, prune
 
 import isda
 
@@ -35,6 +36,14 @@ def draw(device: torch.device) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(N, A, generator=generator)
     return x.to(device), torch.randint(C, (N,), generator=generator).to(device)
+
+
+def parametrize_by_tanh(layer: nn.Linear, name: str) -> None:
+    parametrize.register_parametrization(layer, name, nn.Tanh())
+
+
+def prune_half(layer: nn.Linear, name: str) -> None:
+    prune.l1_unstructured(layer, name, amount=0.5)
 
 
 def attached(model: nn.Module, head: list[str] | None) -> isda.AttachedLoss:
@@ -97,12 +106,17 @@ def test_the_parameters_of_a_pass_are_used_once(device):
     torch.testing.assert_close(model.weight.grad, twin.weight.grad)
 
 
-def test_a_parametrized_head(device):
-    """Its weight is no parameter: it is computed again for the loss."""
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("change", [parametrize_by_tanh, prune_half])
+def test_a_head_whose_weight_or_bias_is_computed(change, name, device):
+    """It is no parameter: the loss takes what the layer computes from others."""
     torch.manual_seed(0)
     model = nn.Linear(A, C).to(device)
-    twin = copy.deepcopy(model)
-    nn.utils.parametrizations.weight_norm(model)
+    change(model, name)
+    twin = nn.Linear(A, C).to(device)
+    with torch.no_grad():
+        twin.weight.copy_(model.weight)
+        twin.bias.copy_(model.bias)
     x, target = draw(device)
     loss = isda.attach(model, lambda_0=5.0, ramp="constant")(model(x), target)
     loss.backward()

@@ -128,6 +128,24 @@ def gradcheck_loss(
     assert torch.autograd.gradcheck(loss, leaf(features, weight, bias), nondet_tol=1e-10)
 
 
+@structures
+@pytest.mark.parametrize("kind", ["index", "soft"])
+def test_isda_loss_under_torch_func(structure, kind, device):
+    """The gradient of each sample, all in one vmap, against a loop."""
+    x = draw(5, 4, 3, device=device)
+    target = as_kind(x.target, 4, kind, torch.float64)
+    quadratic = library(structure, x.covariance)
+
+    def loss(weight: Tensor, feature: Tensor, target: Tensor) -> Tensor:
+        return functional.isda_loss(feature[None], weight, target[None], quadratic, strength=0.4)
+
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(x.weight, x.features, target)
+    for i in range(5):
+        (weight,) = leaf(x.weight)
+        (expected,) = torch.autograd.grad(loss(weight, x.features[i], target[i]), weight)
+        close(found[i], expected.cpu())
+
+
 def test_soft_loss_in_several_blocks(device):
     """More classes than one block of the blocked logsumexp, and large logits."""
     x = draw(3, 37, 4, device=device)

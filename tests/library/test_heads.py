@@ -248,13 +248,14 @@ def test_data_parallel_is_refused():
         replica(torch.randn(3, 4))
 
 
-def test_sharded_weight_without_a_way_to_gather_it():
-    """As by DeepSpeed ZeRO-3, which leaves an empty tensor behind."""
+@pytest.mark.parametrize("number", [0, 7])
+def test_sharded_weight_without_a_way_to_gather_it(number):
+    """DeepSpeed ZeRO-3 leaves an empty tensor behind, FSDP1 a part of the weight."""
     model = nn.Linear(4, C)
     criterion = attach(model, ramp="constant")
     logits = model(torch.randn(3, 4))
-    model.weight.data = torch.empty(0)
-    with pytest.raises(ValueError, match=r"has shape \(0,\) outside of its forward pass"):
+    model.weight.data = torch.empty(number)
+    with pytest.raises(ValueError, match=rf"has shape \({number},\) outside of its forward pass"):
         criterion(logits, torch.tensor([0, 1, 2]))
 
 

@@ -19,6 +19,19 @@ def test_refused_checkpoint_changes_nothing(device):
     assert criterion.estimator.num_classes == C + 1
 
 
+@pytest.mark.parametrize("option", ["weight", "pos_weight"])
+def test_grow_with_weights_of_the_classes(option, device):
+    """Refused at once, not in the next step."""
+    criterion = make(device, **{option: torch.ones(C)})
+    criterion.grow(C)  # nothing changes
+    with pytest.raises(ValueError, match="grow needs a criterion without"):
+        criterion.grow(C + 1)
+    assert criterion.estimator.num_classes == criterion.num_classes == C
+    setattr(criterion, option, None)
+    criterion.grow(C + 1)
+    assert criterion.estimator.num_classes == criterion.num_classes == C + 1
+
+
 def test_overflow_names_the_largest_term(device):
     """Not NaN, as the product of an infinite term and a label that is 0."""
     x, labels = batch(device)

@@ -243,6 +243,22 @@ def test_multi_label_tokens(device):
     torch.testing.assert_close(criterion(head(x), labels), rows)
 
 
+@pytest.mark.parametrize("positions", [(7,), (C,), (3, 4)], ids=str)
+@pytest.mark.parametrize("classes_last", [True, False])
+def test_losses_of_labels_have_the_shape_of_the_logits(positions, classes_last, device):
+    """In training and in eval mode, as with nn.BCEWithLogitsLoss."""
+    head = nn.Linear(A, C).to(device)
+    model = head if classes_last else Then(head, lambda logits: logits.movedim(-1, 1))
+    loss = isda.ISDABCEWithLogitsLoss(A, C, lambda_0=0, ramp="constant", reduction="none")
+    criterion = attach(model, loss)
+    logits = model(torch.randn(N, *positions, A, device=device))
+    labels = torch.randint(2, logits.shape, device=device).float()
+    expected = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+    torch.testing.assert_close(criterion(logits, labels), expected)
+    criterion.eval()
+    torch.testing.assert_close(criterion(logits, labels), expected)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_as_many_classes_as_tokens_in_eval_mode(trained, device):
     """The order of the layer is (N, L, C), unless training has shown another one."""

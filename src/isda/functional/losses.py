@@ -320,15 +320,19 @@ _BLOCK = 16  # labels at a time in _LogMatmulExp
 class _LogMatmulExp(torch.autograd.Function):
     """log Σ_j exp(x_ij + y_kj), a block of k at a time to avoid the (N, K, J) intermediate."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+    def forward(x: Tensor, y: Tensor) -> Tensor:
         rows = [
             (x[:, None] + part).logsumexp(-1)  # (N, block)
             for part in y.split(_BLOCK)
         ]
-        output = torch.cat(rows, 1)
-        ctx.save_for_backward(x, y, output)
-        return output
+        return torch.cat(rows, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs, output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

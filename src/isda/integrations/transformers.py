@@ -154,7 +154,7 @@ class ISDACallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not (state.is_world_process_zero or self._is_sharded()):
+        if not (args.should_save or self._is_sharded()):
             return
         file = _checkpoint_folder(args, state) / self._file_name()
         torch.save(self.criterion.state_dict(), file.with_suffix(".new"))
