@@ -105,6 +105,11 @@ class ISDABCEWithLogitsLoss(Criterion):
             target: 1 for the labels of a sample, otherwise 0; or probabilities, where those above
                 0.5 count as labels.
         """
+        if self.training and torch.compiler.is_compiling():
+            # one graph break for the whole loss: Dynamo cannot trace the collectives
+            uncompiled: Any = torch.compiler.disable(ISDABCEWithLogitsLoss.forward)
+            options = {"bias": bias, "logits": logits, "progress": progress, "update": update}
+            return uncompiled(self, features, weight, target, **options)
         self._require_call(
             ranks_wait=self.training,
             features=features,

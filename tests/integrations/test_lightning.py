@@ -30,6 +30,7 @@ def train_lightning(
     rank_batch: int = 4,
     fits: tuple[int, ...] = (),
     norm: bool = False,
+    again: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     import lightning as lightning_package
@@ -49,7 +50,10 @@ def train_lightning(
             self.lr = 0.5
 
         def training_step(self, batch, index):
-            return self.criterion(self.model(batch[0]), batch[1])
+            loss = self.criterion(self.model(batch[0]), batch[1])
+            if again:
+                loss = loss + self.criterion(self.model(batch[0]), batch[1], update=False)
+            return loss
 
         def validation_step(self, batch, index):
             self.log("val", self.criterion(self.model(batch[0]), batch[1]))
@@ -132,6 +136,14 @@ def test_lightning_accumulation(tmp_path):
     options = {"epochs": -1, "max_steps": 3, "accumulate_grad_batches": 8, "log_every_n_steps": 0}
     ours = train_lightning(tmp_path / "open", **options)
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 18
+
+
+def test_lightning_logs_the_strength_of_counted_passes(tmp_path):
+    """A second pass of the same step has the λ of the first one."""
+    pytest.importorskip("lightning")
+    ours = train_lightning(tmp_path, again=True)
+    assert ours["total_steps"] == ours["state"]["criterion.step"] == 12
+    assert ours["metrics"]["isda/strength"] == pytest.approx(2.0 * 11 / 12)
 
 
 def test_lightning_fits_twice(tmp_path):

@@ -222,9 +222,10 @@ def test_double_precision(device):
         torch.testing.assert_close(found, F.binary_cross_entropy_with_logits(logits, labels))
 
 
-def train(model: nn.Module, rank: int | None) -> dict[str, Any]:
+def train(model: nn.Module, rank: int | None, *, compiled: bool = False) -> dict[str, Any]:
     """Two steps on this rank's part of uneven batches, or on all of them."""
     criterion = isda.attach(model, ISDABCEWithLogitsLoss(A, C, lambda_0=1.0, ramp="constant"))
+    function = torch.compile(criterion, backend="eager") if compiled else criterion
     record: dict[str, Any] = {"losses": [], "gradients": []}
     for step, parts in enumerate([(5, 2), (0, 4)]):
         generator = torch.Generator().manual_seed(step)
@@ -233,7 +234,7 @@ def train(model: nn.Module, rank: int | None) -> dict[str, Any]:
         if rank is not None:
             x, labels = x.split(parts)[rank], labels.split(parts)[rank]
         model.zero_grad()
-        loss = criterion(model(x), labels)
+        loss = function(model(x), labels)
         loss.backward()
         record["losses"].append(loss.detach())
         record["gradients"].append([p.grad.clone() for p in model.parameters()])
@@ -250,18 +251,25 @@ def work(rank: int, world: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
     )
-    torch.save(train(DistributedDataParallel(make_model()), rank), f"{folder}/rank{rank}.pt")
+    record = {
+        compiled: train(DistributedDataParallel(make_model()), rank, compiled=compiled)
+        for compiled in (False, True)
+    }
+    torch.save(record, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.mark.ddp
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    found, expected = results_of(work, 2, tmp_path), train(make_model(), None)
-    losses = torch.stack([torch.stack(record["losses"]) for record in found])
-    close_ranks(losses.mean(0), torch.stack(expected["losses"]))
-    for record in found:
-        close_ranks(record["gradients"], expected["gradients"])
-        close_ranks(record["state"], expected["state"])
+    """With torch.compile, too, which breaks the graph."""
+    ranks, expected = results_of(work, 2, tmp_path), train(make_model(), None)
+    for compiled in (False, True):
+        found = [record[compiled] for record in ranks]
+        losses = torch.stack([torch.stack(record["losses"]) for record in found])
+        close_ranks(losses.mean(0), torch.stack(expected["losses"]))
+        for record in found:
+            close_ranks(record["gradients"], expected["gradients"])
+            close_ranks(record["state"], expected["state"])
 
 
 @pytest.mark.parametrize("option", ["weight", "pos_weight"])

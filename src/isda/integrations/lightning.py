@@ -73,7 +73,7 @@ class ISDACallback(Callback):
         inner: Any = self.criterion.criterion
         step = inner.step.clone()
         loss: Tensor = self.criterion(logits, target, **options)
-        if training:
+        if training and options.get("update", True):
             self._last = inner._strength_at(step, options.get("progress")), target
         return loss
 
@@ -108,7 +108,8 @@ class ISDACallback(Callback):
         if not math.isfinite(updates) or updates < 1:
             raise ValueError(
                 f"total_steps must be known, but the Trainer estimates {updates} steps: set "
-                "max_steps or max_epochs of the Trainer, or total_steps of the criterion"
+                "max_steps of the Trainer, max_epochs if the data loader has a length, or "
+                "total_steps of the criterion"
             )
         batches = trainer.num_training_batches
         total_steps = count_batches(
