@@ -35,11 +35,6 @@ def generators(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.fixture(scope="module")
-def digits(device):
-    return load_data("digits").to(device)
-
-
 @pytest.mark.parametrize("share", [1 / 6, 0.25, 0.4, 0.001])
 def test_every_batch_has_the_share_and_every_real_image_comes_once(
     generators, digits, device, share: float
