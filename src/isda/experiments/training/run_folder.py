@@ -18,7 +18,7 @@ from typing import IO, Any, Self
 import torch
 
 from isda.experiments.errors import InputError, RunError, RunLocked, reason
-from isda.experiments.files import sync_folder, write_bytes, write_json, writing
+from isda.experiments.files import create_folder, sync_folder, write_bytes, write_json, writing
 from isda.experiments.metrics_lines import config_checksum, require_metrics, sealed
 from isda.experiments.networks import LoadedWeights
 from isda.experiments.recipe_checks import differing_fields
@@ -71,8 +71,7 @@ class RunFolder(Run):
         here = environment(device)
         if not resume or not (folder / "config.json").exists():
             require_free([folder])
-            with writing(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            create_folder(folder)
             config = {"name": name, "seed": seed, "recipe": recipe.as_dict()}
             write_config(folder / "config.json", {**config, "environments": [here]})
             return cls(folder)
@@ -285,8 +284,8 @@ def _lock_file(folder: Path, use: str) -> IO[str]:
     """The lock file of a folder, open and locked."""
     path = folder / "lock"
     for _ in range(100):
+        create_folder(folder)
         with writing(path, keep=()):
-            folder.mkdir(parents=True, exist_ok=True)
             file = open(path, "a")  # noqa: SIM115 - returned
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
