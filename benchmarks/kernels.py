@@ -16,7 +16,6 @@ kernels, and calls are timed without a graph.
 """
 
 import argparse
-import csv
 import dataclasses
 import gc
 import statistics
@@ -30,7 +29,7 @@ import torch
 from authors import peer_loss, peer_structure
 from device import extra_device_memory, out_of_memory, require_device
 from kernels_table import COMPILED, FLOORED, Row, Shape, draw, line, markdown
-from rows import read_rows
+from rows import append_row, read_rows
 from timing import Call, is_gpu, seconds_per_call, side_stream
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -79,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(row)
             print(line(row), flush=True)
             if options.out:
-                _append(options.out, row)
+                append_row(options.out, dataclasses.asdict(row))
     if options.plot:
         if not any(row.floor_multiple for row in rows):
             sys.exit(f"nothing to draw: no numbers for {', '.join(FLOORED)}")
@@ -306,18 +305,6 @@ def _kernels(on: bool) -> Iterator[None]:
         yield
     finally:
         ops._ENABLED = before
-
-
-def _append(path: Path, row: Row) -> None:
-    """Append a row to a CSV file at once, so that it is kept if a later row fails."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        values = dataclasses.asdict(row)
-        writer = csv.DictWriter(file, list(values), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(values)
 
 
 if __name__ == "__main__":

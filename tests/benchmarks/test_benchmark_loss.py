@@ -1,7 +1,6 @@
 """The benchmark's direct form is an oracle for the library; its command line gives a CSV."""
 
 import csv
-import importlib
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from programs import run_program
+from scripts import load
 from torch import nn
 
 import isda
@@ -38,23 +38,18 @@ class ISDALoss(nn.Module):
 
 
 @pytest.fixture
-def loss(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("loss", monkeypatch)
+def loss() -> ModuleType:
+    return load("loss")
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("loss_table", monkeypatch)
+def table() -> ModuleType:
+    return load("loss_table")
 
 
 @pytest.fixture
-def direct(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("direct", monkeypatch)
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module(name)
+def direct() -> ModuleType:
+    return load("direct")
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -64,7 +59,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def recorded(name: str, table: ModuleType) -> list[Any]:
     """Rows of a record in results/."""
     path = ROOT / "results" / "benchmarks" / f"{name}.csv"
-    return list(importlib.import_module("rows").read_rows(path, table.Row))
+    return list(load("rows").read_rows(path, table.Row))
 
 
 def read(path: Path) -> list[dict[str, str]]:

@@ -31,7 +31,7 @@ def folder(tmp_path_factory, device) -> Path:
     train(plans, Options(out=out / "runs", device=str(device)), progress=False)
     for name, epochs in (("acgan", 25), ("wgan", 8)):
         settings = replace(get_gan(name), data="digits", width=16, epochs=epochs, average=0.9)
-        train_gan(settings, 0, Options(out=out / "gans", device=str(device)), progress=False)
+        train_gan(settings, 0, Options(out=out / "gans", device=str(device)))
     return out
 
 
@@ -48,4 +48,4 @@ def generator(folder, device):
 @pytest.fixture
 def stages(tmp_path) -> Stages:
     """Stages that nothing stops."""
-    return Stages(tmp_path, "stages", {"settings": {}}, Options(), progress=False)
+    return Stages(tmp_path, "stages", {"settings": {}}, Options())

@@ -75,7 +75,7 @@ def test_a_captured_search_equals_an_eager_one(classifier, generator, stages) ->
 def test_the_time_limit_holds_after_every_iteration_on_a_cpu(tmp_path) -> None:
     """Also for the first ones of a stage, before their time is known."""
     options = Options(minutes=1e-9)
-    stages = Stages(tmp_path, "stages", {"settings": {}}, options, progress=False)
+    stages = Stages(tmp_path, "stages", {"settings": {}}, options)
     search = LatentSearch(lambda z: z.sum(1), torch.ones(2, 3), momentum=0.0, weight_decay=0.0)
     with pytest.raises(TimeUp, match="1 of 40 iterations"):
         search.run(stages, "search", 40, 1.0, capture=True)
@@ -190,7 +190,7 @@ def test_without_a_gan_the_decoder_is_its_own_generator(classifier, stages, tmp_
     before = generator.digest
     train_decoder(classifier, generator, stages, eta=0.1, steps=12)
     assert generator.digest == before  # frozen
-    other = Stages(tmp_path, "other", {"settings": {}}, Options(), progress=False)
+    other = Stages(tmp_path, "other", {"settings": {}}, Options())
     train_decoder(classifier, generator, other, eta=0.1, steps=12, with_generator=True)
     assert generator.digest != before
     assert not any(module.training for module in generator.modules())

@@ -201,6 +201,27 @@ class RunFolder(Run):
             raise InputError("; ".join(damage) + "; there is no other checkpoint to resume from")
         return None
 
+    def load_finished(
+        self, use: Callable[[dict[str, Any]], object] | None = None
+    ) -> dict[str, Any]:
+        """Load the checkpoint of the last epoch, as :meth:`load` does.
+
+        Raises:
+            InputError: the run is not finished, or it has no checkpoint.
+        """
+        state = self.load(use)
+        if state is None:
+            raise InputError(
+                f"{self.folder} has no checkpoint, like an exported record: copy the whole folder "
+                "of the run, or train it again"
+            )
+        if state["epoch"] < self.recipe.epochs:
+            raise InputError(
+                f"{self.folder} is not finished: {state['epoch']} of {self.recipe.epochs} epochs; "
+                "--resume continues it"
+            )
+        return state
+
     def has_checkpoint(self) -> bool:
         """Whether there is a valid checkpoint of this run; reads it."""
         with warnings.catch_warnings(), contextlib.suppress(InputError):
