@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernels import seconds_per_call, side_stream
+from timing import seconds_per_call, side_stream
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -13,7 +13,6 @@ seeds, from its start to the page.
 """
 
 import argparse
-import csv
 import dataclasses
 import shutil
 import subprocess
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from rows import append_row, read_lines
 from torch import Tensor
 
 from isda.experiments.data.arrays import load_data
@@ -92,7 +92,7 @@ def main(words: list[str] | None = None) -> None:
         parser.error("--classes must be between 2 and the number of images")
     try:
         if arguments.table:
-            print(markdown(read(arguments.table)))
+            print(markdown(read_lines(arguments.table, "batches_per_second")))
             return
         with join_processes(arguments.device) as (device, _, _):
             arguments.device = str(device)
@@ -132,14 +132,18 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         **{key: value or "" for key, value in environment(torch.device(arguments.device)).items()},
     }
     empty = dict.fromkeys(COLUMNS, "") | about
-    if arguments.out and arguments.out.exists() and [*read(arguments.out)[0]] != [*empty]:
+    if (
+        arguments.out
+        and arguments.out.exists()
+        and [*read_lines(arguments.out, "batches_per_second")[0]] != [*empty]
+    ):
         raise InputError(f"{arguments.out} has other columns: write to another file")
     rows = []
     for found in measurements(recipe, data, arguments):
         rows.append(empty | found)
         print(markdown(rows[-1:]).splitlines()[-1], flush=True)
         if arguments.out:
-            write(arguments.out, rows[-1])
+            append_row(arguments.out, rows[-1])
     print()
     print(markdown(rows))
 
@@ -345,29 +349,6 @@ def fastest(epoch: Callable[[], object], epochs: int, device: torch.device) -> f
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a CSV file of this script."""
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    if not rows or "batches_per_second" not in rows[0]:
-        raise InputError(f"{path} is not a CSV file of this script")
-    return rows
-
-
-def write(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a CSV file right away, so that a crash does not lose it."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

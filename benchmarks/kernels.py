@@ -16,29 +16,21 @@ kernels, and calls are timed without a graph.
 """
 
 import argparse
-import csv
 import dataclasses
 import gc
-import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from loss import (
-    extra_device_memory,
-    out_of_memory,
-    peer_loss,
-    peer_structure,
-    read_rows,
-    require_device,
-    three_digits,
-)
+from authors import peer_loss, peer_structure
+from device import extra_device_memory, out_of_memory, require_device
+from kernels_table import COMPILED, FLOORED, Row, Shape, draw, line, markdown
+from rows import append_row, read_rows
+from timing import Call, is_gpu, seconds_per_call, side_stream
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -46,11 +38,9 @@ import isda
 from isda import ops
 from isda.experiments.training.environment import environment
 
-__all__ = ["Row", "copy_bandwidth", "draw", "floor_bytes", "main", "markdown", "measure"]
+__all__ = ["copy_bandwidth", "floor_bytes", "main", "measure"]
 
-Shape = tuple[int, int, int, str]  # N, C, A and the structure of the covariance
 Batch = tuple[Tensor, Tensor]  # features (N, A), target (N,)
-Call = Callable[[], object]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 SHAPES: tuple[Shape, ...] = (
@@ -67,43 +57,11 @@ SHAPES: tuple[Shape, ...] = (
     (256, 1000, 2048, "diagonal"),
     (256, 1000, 2048, "full"),
 )
-FLOORED = ("update", "quadratic", "update and quadratic")  # pieces that have a floor
-COMPILED = "loss, compiled"
 EAGER = ("loss, eager", COMPILED, "cross entropy, eager")
 PIECES = (*FLOORED, "quadratic backward", "loss", "cross entropy", *EAGER)
-COLOURS = {"kernels": "#2a6f97", "functional form": "#e07a5f"}
 BATCHES = 8  # different ones, taken in turn
 EAGER_STEPS = 50  # in a row, without waiting for the device in between
-LONG_ENOUGH = 0.02  # seconds of replays in a row
-PATIENCE = 1.0  # seconds after which a slow case is not repeated further than three times
 COPIED = {"cuda": 2**28, "cpu": 2**22}  # float32 numbers of the copy that gives the bandwidth
-
-
-@dataclasses.dataclass
-class Row:
-    """One line of the CSV: a case and, once measured, its numbers."""
-
-    device: str
-    torch: str
-    piece: str  # one of PIECES
-    form: str  # "kernels", "functional form" or "authors' file"
-    N: int
-    C: int
-    A: int
-    structure: str  # of the covariance
-    precision: str  # of the products of full covariances
-    copy_gigabytes_per_second: float | None = None
-    microseconds: float | None = None  # of one call
-    floor_bytes: float | None = None  # mean over the batches
-    bandwidth_share: float | None = None  # of the copy's: floor_bytes in this time
-    floor_multiple: float | None = None  # this time, where the floor's is 1
-    extra_mebibytes: float | None = None  # peak of one call above what is held before it
-    note: str = ""  # what is amiss
-    commit: str = ""  # of torch-isda
-
-    @property
-    def shape(self) -> Shape:
-        return self.N, self.C, self.A, self.structure
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -118,9 +76,9 @@ def main(arguments: list[str] | None = None) -> None:
         for row in _cases(options, peers):
             measure(row, options.device, repeat=options.repeat, peer=peers.get(row.structure))
             rows.append(row)
-            print(_line(row), flush=True)
+            print(line(row), flush=True)
             if options.out:
-                _append(options.out, row)
+                append_row(options.out, dataclasses.asdict(row))
     if options.plot:
         if not any(row.floor_multiple for row in rows):
             sys.exit(f"nothing to draw: no numbers for {', '.join(FLOORED)}")
@@ -169,118 +127,8 @@ def measure(row: Row, device: str, *, repeat: int, peer: Path | None = None) -> 
             raise
         row.note = "does not fit in memory"
     gc.collect()
-    if _on_gpu(device):
+    if is_gpu(device):
         torch.cuda.empty_cache()
-
-
-def markdown(rows: list[Row]) -> str:
-    """Markdown tables of the pieces and of the losses; the last of several equal rows counts."""
-    found: dict[tuple[str, str], dict[tuple[str, str], Row]] = {}
-    for row in rows:
-        shape, structure = f"{row.N}, {row.C}, {row.A}", f"{row.structure} {row.precision}".strip()
-        found.setdefault((shape, structure), {})[row.piece, row.form] = row
-    tables = [_pieces_table(found), _losses_table(found)]
-    return "\n\n".join("\n".join(table) for table in tables if len(table) > 2)
-
-
-def _pieces_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> list[str]:
-    """Lines of the table of pieces that have a floor."""
-    head = ["N, C, A", "covariance", "piece", "read and written once", "kernels"]
-    head += ["of copy bandwidth", "× floor", "functional form", "÷ kernels"]
-    table = [f"| {' | '.join(head)} |", "|---|---|---|" + "---:|" * (len(head) - 3)]
-    for key, cells in found.items():
-        for piece in FLOORED:
-            fast, plain = cells.get((piece, "kernels")), cells.get((piece, "functional form"))
-            either = fast or plain
-            if either is None:
-                continue
-            moved = f"{three_digits(either.floor_bytes / 1e6)} MB" if either.floor_bytes else ""
-            share = f"{100 * fast.bandwidth_share:.0f} %" if fast and fast.bandwidth_share else ""
-            ratio = ""
-            if fast and plain and fast.microseconds and plain.microseconds:
-                ratio = f"{plain.microseconds / fast.microseconds:.1f}×"
-            line = [*key, piece, moved, _cell(fast), share, _multiple(fast), _cell(plain), ratio]
-            table.append(f"| {' | '.join(line)} |")
-    return table
-
-
-def _losses_table(found: dict[tuple[str, str], dict[tuple[str, str], Row]]) -> list[str]:
-    """Lines of the table of losses, one for each shape."""
-    columns = {
-        "backward of the quadratic term": ("quadratic backward", "kernels"),
-        "loss": ("loss", "kernels"),
-        "cross entropy": ("cross entropy", "functional form"),
-        "loss, eager": ("loss, eager", "kernels"),
-        "loss, compiled": (COMPILED, "kernels"),
-        "cross entropy, eager": ("cross entropy, eager", "functional form"),
-        "functional form, eager": ("loss, eager", "functional form"),
-        "authors' file, eager": ("loss, eager", "authors' file"),
-    }
-    used = [
-        title for title, case in columns.items() if any(case in cells for cells in found.values())
-    ]
-    table = [
-        f"| {' | '.join(['N, C, A', 'covariance', *used])} |",
-        "|---|---|" + "---:|" * len(used),
-    ]
-    for key, cells in found.items():
-        line = [_cell(cells.get(columns[title])) for title in used]
-        if any(line):
-            table.append(f"| {' | '.join([*key, *line])} |")
-    return table
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    """Plot multiples of the floor on logarithmic axes, with a panel for each piece.
-
-    The plot is 7 inches wide, a column of text. ``NAME-dark`` beside it is for dark backgrounds.
-    """
-    import matplotlib
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for ink, file in {"#24292f": path, "#d7dde3": path.with_stem(f"{path.stem}-dark")}.items():
-        names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-        style: Any = dict.fromkeys(names, ink) | {"font.size": 8, "svg.hashsalt": "isda"}
-        with matplotlib.rc_context(style):
-            figure = _figure([row for row in rows if row.floor_multiple], ink)
-            metadata = {"Date": None} if file.suffix == ".svg" else None
-            figure.savefig(file, dpi=150, transparent=True, metadata=metadata)
-
-
-def _figure(rows: list[Row], ink: str) -> Any:
-    from matplotlib.figure import Figure
-
-    pieces = [piece for piece in FLOORED if any(row.piece == piece for row in rows)]
-    shapes = list(dict.fromkeys((*row.shape, row.precision) for row in rows))
-    figure = Figure(figsize=(7, 1.2 + 0.24 * len(shapes)), layout="constrained")
-    panels = figure.subplots(1, len(pieces), sharex=True, sharey=True, squeeze=False)[0]
-    for panel, piece in zip(panels, pieces, strict=True):
-        for form, colour in COLOURS.items():
-            found = {  # multiple of the floor, by its line
-                shapes.index((*row.shape, row.precision)): row.floor_multiple
-                for row in rows
-                if (row.piece, row.form) == (piece, form)
-            }
-            panel.plot(found.values(), found.keys(), "o", markersize=4, color=colour, label=form)
-            for place, multiple in found.items():
-                if form == "kernels":
-                    text, offset = three_digits(multiple), (5, 0)
-                    panel.annotate(
-                        text, (multiple, place), offset, textcoords="offset points", va="center"
-                    )
-        panel.axvline(1, color=ink, linewidth=0.8, zorder=0)
-        panel.set_xscale("log")
-        panel.margins(x=0.1)
-        panel.set_title(piece, loc="left", fontsize=9)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", alpha=0.3)
-    ticks = [" ".join((f"{n}, {c}, {a}", *rest)).strip() for n, c, a, *rest in shapes]
-    panels[0].set_yticks(range(len(shapes)), ticks)
-    panels[0].invert_yaxis()
-    handles, titles = panels[0].get_legend_handles_labels()
-    figure.legend(handles, titles, frameon=False, ncols=2, loc="outside upper right")
-    figure.supxlabel("multiple of the floor (the line), all read once and written once", fontsize=9)
-    return figure
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -330,7 +178,7 @@ def _cases(options: argparse.Namespace, peers: Collection[str]) -> Iterator[Row]
     """Rows to be measured; measures the bandwidth of a copy first."""
     gigabytes = round(copy_bandwidth(options.device, repeat=options.repeat), 1)
     print(f"a copy moves {gigabytes} GB/s", flush=True)
-    gpu = _on_gpu(options.device)
+    gpu = is_gpu(options.device)
     device = torch.cuda.get_device_name(options.device) if gpu else options.device
     commit = environment(options.device)["commit"] or ""
     with _kernels(True):
@@ -361,7 +209,7 @@ def _measured(
             calls = _create_calls(row, batches, peer)
         for call in calls:  # compiles kernels
             call()
-        extra = extra_device_memory(calls[0]) if _on_gpu(device) else None
+        extra = extra_device_memory(calls[0]) if is_gpu(device) else None
         if row.piece in EAGER:
             calls = [calls[step % BATCHES] for step in range(EAGER_STEPS)]
         # the plain form of full covariances asks the host for the classes of the batch
@@ -448,55 +296,6 @@ def _gradients(loss: Loss, head: nn.Linear, features: Tensor, target: Tensor) ->
     torch.autograd.grad(loss(features, target), (features, head.weight, head.bias))
 
 
-def seconds_per_call(calls: list[Call], device: str, *, repeat: int, capture: bool = True) -> float:
-    """Median seconds per call over several series; on a GPU, each series replays a CUDA graph."""
-    series = partial(_run, calls, device)
-    if _on_gpu(device) and capture:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-            for call in calls:
-                call()
-        _replay(graph, 3)
-        number = min(max(math.ceil(LONG_ENOUGH / _replay(graph, 1)), 1), 200)
-        series = partial(_replay, graph, number)
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < repeat and (len(times) < 3 or time.perf_counter() - began < PATIENCE):
-        times.append(series())
-    return statistics.median(times) / len(calls)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, number: int) -> float:
-    """Mean seconds per replay of a number of consecutive replays."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(number):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / number
-
-
-def _run(calls: list[Call], device: str) -> float:
-    """Seconds until the device has finished all calls."""
-    wait = torch.cuda.synchronize if _on_gpu(device) else lambda: None
-    wait()
-    began = time.perf_counter()
-    for call in calls:
-        call()
-    wait()
-    return time.perf_counter() - began
-
-
-def _on_gpu(device: str) -> bool:
-    return torch.device(device).type == "cuda"
-
-
-def side_stream(device: str) -> AbstractContextManager[object]:
-    """A side stream, which can be captured; the backward pass runs on the same stream."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if _on_gpu(device) else nullcontext()
-
-
 @contextmanager
 def _kernels(on: bool) -> Iterator[None]:
     """Enable or disable the Triton kernels temporarily."""
@@ -506,37 +305,6 @@ def _kernels(on: bool) -> Iterator[None]:
         yield
     finally:
         ops._ENABLED = before
-
-
-def _append(path: Path, row: Row) -> None:
-    """Append a row to a CSV file at once, so that it is kept if a later row fails."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        values = dataclasses.asdict(row)
-        writer = csv.DictWriter(file, list(values), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(values)
-
-
-def _line(row: Row) -> str:
-    shape = f"{row.N}, {row.C}, {row.A} {row.structure} {row.precision}"
-    floor = f"{_multiple(row)} x floor" if row.floor_multiple else ""
-    return f"{shape:<28} {row.piece:<21} {row.form:<16} {_cell(row):<24} {floor}".rstrip()
-
-
-def _cell(row: Row | None) -> str:
-    if row is None or row.microseconds is None:
-        return row.note if row else ""
-    # what a graph holds is not seen
-    known = row.extra_mebibytes is not None and row.piece != COMPILED
-    memory = f", {three_digits(row.extra_mebibytes)} MiB" if known else ""
-    return f"{three_digits(row.microseconds)} µs{memory}{row.note and f' ({row.note})'}"
-
-
-def _multiple(row: Row | None) -> str:
-    return three_digits(row.floor_multiple) if row and row.floor_multiple else ""
 
 
 if __name__ == "__main__":

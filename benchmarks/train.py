@@ -12,7 +12,6 @@ prints the kernels that the time of a training step and of an evaluation goes to
 """
 
 import argparse
-import csv
 import dataclasses
 import re
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import append_row, read_lines
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import get_recipe
@@ -80,7 +80,7 @@ def main(words: list[str] | None = None) -> None:
             parser.error(f"--{name.replace('_', '-')} must be >= 1")
     try:
         if arguments.table:
-            print(markdown(read(arguments.table)))
+            print(markdown(read_lines(arguments.table, "method", "seconds_per_epoch")))
             return
         with join_processes(arguments.device) as (device, _, _):
             arguments.device = str(device)
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
                 rows.append(row)
                 print(markdown(rows[-1:]).splitlines()[-1], flush=True)
                 if arguments.out:
-                    write(arguments.out, row)
+                    append_row(arguments.out, row)
     print()
     print(markdown(rows))
 
@@ -213,29 +213,6 @@ def changes(recipe: Recipe, settings: list[str]) -> dict[str, Any]:
         except ValueError as error:
             raise InputError(f"{setting}: invalid value for the field {name}: {error}") from error
     return result
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """Rows of a CSV file of this script."""
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    if not rows or not {"method", "seconds_per_epoch"} <= rows[0].keys():
-        raise InputError(f"{path} is not a CSV file of this script")
-    return rows
-
-
-def write(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a CSV file right away, so that a crash does not lose it."""
-    new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
 
 
 def case(row: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-__all__ = ["COMMANDS", "USAGE", "main"]
+__all__ = ["COMMANDS", "USAGE", "interruption", "main"]
 
 COMMANDS = {
     "train": "Train a recipe, one run per seed.",
@@ -47,6 +47,15 @@ USAGE = "\n".join(
 """The output of ``isda --help``."""
 
 
+def interruption(words: Sequence[str]) -> str:
+    """The message after Ctrl-C: how to continue, if the command can."""
+    if words[:1] == ["queue"]:
+        return "isda: interrupted; repeat the command to continue"
+    if words[:1] in (["report"], ["weights"], ["neighbours"], ["list"]) or "measure" in words[1:2]:
+        return "isda: interrupted"
+    return "isda: interrupted; --resume continues from the last checkpoint"
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; see :func:`isda.experiments.cli.main`.
 
@@ -54,17 +63,16 @@ def main(words: Sequence[str] | None = None) -> int:
     name and renamed, and runs resume from their checkpoints.
     """
     process = os.getpid()
+    words = list(sys.argv[1:] if words is None else words)
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process:  # not a forked process that reads images
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
-            # below the progress bar
-            os.write(2, b"\nisda: interrupted; --resume continues from the last checkpoint\n")
+            os.write(2, f"\n{interruption(words)}\n".encode())  # below the progress bar
         os._exit(128 + number)  # SystemExit could be caught by a module that is being imported
 
     signal.signal(signal.SIGINT, interrupted)
-    words = list(sys.argv[1:] if words is None else words)
     if not words or words[0] in ("-h", "--help"):
         for stream in (sys.stdout, sys.stderr):
             getattr(stream, "reconfigure", lambda errors: None)(errors="replace")

@@ -1,13 +1,13 @@
 """The script for all GPU records: it covers every network, and its commands are valid."""
 
 import csv
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from scripts import load
 
 from isda.experiments.networks import NETWORKS
 
@@ -16,19 +16,9 @@ PAPER = {*NETWORKS} - {"resnet8"}
 OUT = Path("records")
 
 
-def load(script: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmark_{script.stem}", script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for dataclasses
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def gpu() -> ModuleType:
-    return load(SCRIPT)
+    return load("gpu")
 
 
 def value(command: list[str], flag: str) -> str:
@@ -75,7 +65,7 @@ def test_commands_are_valid(
     assert python == sys.executable
     monkeypatch.syspath_prepend(str(Path(script).parent))
     with pytest.raises(SystemExit, match="2"):
-        load(Path(script)).main([*words, "--wrong"])
+        load(Path(script).stem).main([*words, "--wrong"])
     assert capsys.readouterr().err.strip().endswith("unrecognized arguments: --wrong")
 
 
@@ -106,21 +96,19 @@ def test_what_is_run(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_convolutions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+def test_convolutions(tmp_path: Path) -> None:
     out = tmp_path / "convolutions.csv"
-    load(SCRIPT.with_name("convolutions.py")).main(["--batch-size", "4", "--out", str(out)])
+    load("convolutions").main(["--batch-size", "4", "--out", str(out)])
     rows = list(csv.DictReader(out.open()))
     assert [int(row["channels"]) for row in rows] == [16] * 3 + [32] * 3 + [64] * 3
     assert all(float(row["cudnn"]) > 0 and float(row["triton"]) > 0 for row in rows)
 
 
 def test_convolutions_table_is_that_of_its_record(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
     record = SCRIPT.parents[1] / "results" / "benchmarks" / "convolutions_h200.csv"
-    load(SCRIPT.with_name("convolutions.py")).main(["--table", str(record)])
+    load("convolutions").main(["--table", str(record)])
     page = (SCRIPT.parents[1] / "docs" / "speed.md").read_text(encoding="utf-8")
     table = page.split("<!-- table:convolutions_h200 -->\n")[1].split("<!-- /table -->")[0]
     assert capsys.readouterr().out == table

@@ -1,11 +1,11 @@
 """The benchmark of the input pipeline measures every pipeline and prints what it has stored."""
 
 import csv
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from scripts import load
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "input.py"
 RECORDS = SCRIPT.parents[1] / "results" / "benchmarks"
@@ -13,12 +13,7 @@ RECORDS = SCRIPT.parents[1] / "results" / "benchmarks"
 
 @pytest.fixture(scope="module")
 def main() -> Callable[[list[str]], None]:
-    spec = importlib.util.spec_from_file_location("benchmark_input", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load("input").main
 
 
 def test_every_pipeline(

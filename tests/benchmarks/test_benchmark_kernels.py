@@ -1,14 +1,14 @@
 """The kernel table: bytes at the floor, what is timed and with which kernels, CSV, table, plot."""
 
 import csv
-import importlib.util
-import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from scripts import load
 from test_benchmark_loss import PEER
 
 import isda
@@ -19,15 +19,8 @@ PIECES = ["update", "quadratic", "update and quadratic", "quadratic backward", "
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    spec = importlib.util.spec_from_file_location("benchmark_kernels", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+def benchmark() -> ModuleType:
+    return load("kernels")
 
 
 def create_row(benchmark: ModuleType, piece: str, form: str = "kernels", **numbers: Any) -> Any:
@@ -138,7 +131,7 @@ def test_time_is_that_of_one_call(benchmark: ModuleType, monkeypatch: pytest.Mon
         now[0] += 0.003
 
     monkeypatch.setattr(isda.DiagonalCovariance, "quadratic", quadratic)
-    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     row = create_row(benchmark, "quadratic")
     benchmark.measure(row, "cpu", repeat=3)
     assert row.microseconds == pytest.approx(3000)

@@ -1,15 +1,15 @@
 """The benchmark's direct form is an oracle for the library; its command line gives a CSV."""
 
 import csv
-import importlib
 import subprocess
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from programs import run_program
+from scripts import load
 from torch import nn
 
 import isda
@@ -38,22 +38,28 @@ class ISDALoss(nn.Module):
 
 
 @pytest.fixture
-def loss(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("loss", monkeypatch)
+def loss() -> ModuleType:
+    return load("loss")
 
 
 @pytest.fixture
-def direct(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return load("direct", monkeypatch)
+def table() -> ModuleType:
+    return load("loss_table")
 
 
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    return importlib.import_module(name)
+@pytest.fixture
+def direct() -> ModuleType:
+    return load("direct")
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_program(SCRIPT, *arguments)
+
+
+def recorded(name: str, table: ModuleType) -> list[Any]:
+    """Rows of a record in results/."""
+    path = ROOT / "results" / "benchmarks" / f"{name}.csv"
+    return list(load("rows").read_rows(path, table.Row))
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -122,26 +128,26 @@ def test_command_line_writes_table_and_plot(tmp_path: Path, device: torch.device
     assert (tmp_path / "again.png").is_file()
 
 
-def test_table_divides_direct_by_library(loss: ModuleType) -> None:
+def test_table_divides_direct_by_library(table: ModuleType) -> None:
     rows = [
-        loss.Row("cpu", form, structure, 7, 13, 5, milliseconds, extra, "2.15", 2, "")
+        table.Row("cpu", form, structure, 7, 13, 5, milliseconds, extra, "2.15", 2, "")
         for form, structure, milliseconds, extra in [
             ("ce", "none", 0.5, 1.0),
             ("library", "full", 20.0, 30.0),
             ("direct", "full", 250.0, 900.0),
         ]
     ]
-    line = loss.markdown(rows).splitlines()[-1]
+    line = table.markdown(rows).splitlines()[-1]
     assert line == (
         "| 7, 13, 5 | full | 0.5 ms, 1 MiB | 20 ms, 30 MiB | 250 ms, 900 MiB | "
         "12.5× time, 30.0× memory |"
     )
 
 
-def test_baselines_have_a_table_of_their_own(loss: ModuleType, tmp_path: Path) -> None:
+def test_baselines_have_a_table_of_their_own(table: ModuleType, tmp_path: Path) -> None:
     isda_rows, baseline_rows = (
         [
-            loss.Row("cpu", form, structure, 7, 13, 5, milliseconds, 1.0, "2.15", 2, "")
+            table.Row("cpu", form, structure, 7, 13, 5, milliseconds, 1.0, "2.15", 2, "")
             for form, structure, milliseconds in values
         ]
         for values in (
@@ -149,23 +155,23 @@ def test_baselines_have_a_table_of_their_own(loss: ModuleType, tmp_path: Path) -
             [("focal", "none", 0.75), ("center", "none", 3.0)],
         )
     )
-    first, second = loss.markdown(isda_rows + baseline_rows).split("\n\n")
-    assert first == loss.markdown(isda_rows)
+    first, second = table.markdown(isda_rows + baseline_rows).split("\n\n")
+    assert first == table.markdown(isda_rows)
     assert second.splitlines() == [
         "| N, C, A | cross entropy | focal | center |",
         "|---|---|---|---|",
         "| 7, 13, 5 | 0.5 ms, 1 MiB | 0.75 ms, 1 MiB | 3 ms, 1 MiB |",
     ]
-    assert loss.markdown([isda_rows[0], *baseline_rows]) == second
-    assert loss.markdown(isda_rows[:1]).count("\n| ") == 1  # cross entropy alone
-    loss.draw(isda_rows + baseline_rows, tmp_path / "loss.png")
+    assert table.markdown([isda_rows[0], *baseline_rows]) == second
+    assert table.markdown(isda_rows[:1]).count("\n| ") == 1  # cross entropy alone
+    table.draw(isda_rows + baseline_rows, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_baseline_of_the_recipes_is_timed(loss: ModuleType) -> None:
+def test_every_baseline_of_the_recipes_is_timed(loss: ModuleType, table: ModuleType) -> None:
     # label smoothing is an option of cross entropy
     assert set(loss.BASELINES) == set(get_args(Method)) - {"ce", "label_smoothing", "isda"}
-    rows = loss.read(ROOT / "results" / "benchmarks" / "baselines_cpu.csv")
+    rows = recorded("baselines_cpu", table)
     found = [(row.form, (row.N, row.C, row.A)) for row in rows]
     assert found == [(form, shape) for shape in loss.SHAPES for form in ("ce", *loss.BASELINES)]
     assert all(row.milliseconds for row in rows)
@@ -194,11 +200,10 @@ def test_forms_can_be_chosen(tmp_path: Path, device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("page", "name"), [("README.md", "loss_cpu"), ("docs/baselines.md", "baselines_cpu")]
 )
-def test_pages_show_the_recorded_numbers(loss: ModuleType, page: str, name: str) -> None:
+def test_pages_show_the_recorded_numbers(table: ModuleType, page: str, name: str) -> None:
     text = (ROOT / page).read_text()
     shown = text.split(f"<!-- table:{name} -->")[1].split("<!-- /table -->")[0].strip()
-    rows = loss.read(ROOT / "results" / "benchmarks" / f"{name}.csv")
-    assert shown == loss.markdown(rows)
+    assert shown == table.markdown(recorded(name, table))
 
 
 def test_peer_needs_a_gpu(tmp_path: Path) -> None:

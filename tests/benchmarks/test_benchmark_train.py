@@ -1,13 +1,13 @@
 """The training benchmark runs, and the tables in the documentation match the records."""
 
 import csv
-import importlib.util
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from programs import run_program
+from scripts import load
 
 from isda.experiments.records import load_runs
 from isda.experiments.report.blocks import update_markdown
@@ -18,12 +18,7 @@ SCRIPT = ROOT / "benchmarks" / "train.py"
 
 @pytest.fixture(scope="module")
 def main() -> Callable[[list[str]], None]:
-    spec = importlib.util.spec_from_file_location("benchmark_train", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load("train").main
 
 
 @pytest.fixture

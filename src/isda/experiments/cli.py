@@ -10,7 +10,7 @@ from importlib import import_module
 
 from isda._version import __version__
 from isda.experiments.errors import InputError, StoppedElsewhere, TimeUp, unknown
-from isda_command import COMMANDS, USAGE
+from isda_command import COMMANDS, USAGE, interruption
 
 __all__ = ["TIME_UP", "main", "run"]
 
@@ -61,7 +61,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"isda: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("isda: interrupted; --resume continues from the last checkpoint", file=sys.stderr)
+        print(interruption(words), file=sys.stderr)
         return 130
     return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isda.experiments.errors import InputError, reason
-from isda.experiments.files import write_text, writing
+from isda.experiments.files import create_folder, write_text
 from isda.experiments.published import COST, PARAMETERS, Cost
 from isda.experiments.report.text import markdown_rows, text_table
 
@@ -100,8 +100,7 @@ def write_costs(path: Path, lines: Sequence[_Line]) -> None:
     writer = csv.DictWriter(text, list(names))
     writer.writeheader()
     writer.writerows(lines)
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    create_folder(path.parent)
     write_text(path, text.getvalue())
 
 

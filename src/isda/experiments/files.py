@@ -13,6 +13,7 @@ from typing import Any
 from isda.experiments.errors import InputError, WriteError, reason
 
 __all__ = [
+    "create_folder",
     "read_bytes",
     "sync_folder",
     "write_bytes",
@@ -43,6 +44,15 @@ def read_bytes(path: Path, *, most: int) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {reason(error)}") from error
+
+
+def create_folder(folder: Path) -> None:
+    """Create a folder, and those that contain it, unless they exist."""
+    with writing(folder):
+        found = next((place for place in (folder, *folder.parents) if place.exists()), folder)
+        if found.exists() and not found.is_dir():
+            raise InputError(f"{found} is a file: give the path of a folder")
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

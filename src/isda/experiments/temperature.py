@@ -65,8 +65,7 @@ def calibration_of(run: RunFolder, options: Options, device: torch.device) -> Ca
         # the test images of the data set, even if the run has drawn its training images
         data = store.get(replace(recipe, hold_out=0), options, device)
     lane = Lane(recipe, run.seed, own, device)
-    if run.load(lane.load_state_dict) is None or lane.epoch != recipe.epochs:
-        raise InputError(f"{run.folder} has no checkpoint of its last epoch to calibrate")
+    run.load_finished(lane.load_state_dict)
     held_out, held_out_target = lane.predict(lane.images)
     images = RunImages(recipe, run.seed, data, device, rank=0, world=1, compiled=False)
     test, test_target = lane.predict(images)

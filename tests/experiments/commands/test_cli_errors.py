@@ -13,6 +13,7 @@ import torch
 from command_line import QUICK, image_folder, only_run
 from programs import PATIENCE
 
+from isda.experiments import cli
 from isda.experiments.cli import TIME_UP, main
 from isda.experiments.commands.arguments import _one_line
 
@@ -165,21 +166,6 @@ def test_folders_of_images(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "file.txt is not a folder" in compare(file)
 
 
-def test_an_unwritable_place(refused: Callable[..., str]) -> None:
-    Path("taken").write_text("")
-    assert "cannot write taken" in refused("train", *QUICK, "--device", "cpu", "--out", "taken")
-
-
-def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("isda.experiments.training.loop.train", interrupt)
-    assert main(["train"]) == 130
-    printed = capsys.readouterr().err
-    assert printed == "isda: interrupted; --resume continues from the last checkpoint\n"
-
-
 @pytest.mark.parametrize("command", ["train", "compare", "search"])
 def test_time_limit(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [command, *QUICK, "--device", "cpu", "--out", "my runs", "--minutes", "1e-5"]
@@ -242,3 +228,47 @@ def test_report_to_missing_folders(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert printed.err == "isda: cannot read nowhere.md: No such file or directory\n"
     assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "isda: interrupted; --resume continues from the last checkpoint"),
+        (["gan", "train", "wgan"], "isda: interrupted; --resume continues"),
+        (["queue", "my queue"], "isda: interrupted; repeat the command to continue"),
+        (["gan", "measure", "gan"], "isda: interrupted\n"),
+        (["neighbours", "run"], "isda: interrupted\n"),
+    ],
+)
+def test_interrupted(
+    words: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Only commands with --resume say that it continues them."""
+
+    def interrupted(command: str, words: list[str]) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--device", "cpu", "--out"],
+        ["search", "--device", "cpu", "--candidates", "0.5", "--out"],
+        ["gan", "train", "cgan", "--data", "digits", "--device", "cpu", "--out"],
+    ],
+)
+def test_a_file_in_place_of_the_folder(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path of the file, and what to do, not the path of a lock in it."""
+    (tmp_path / "file").touch()
+    assert main([*words, str(tmp_path / "file")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"isda: {tmp_path / 'file'} is a file: give the path of a folder"

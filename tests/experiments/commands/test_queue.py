@@ -103,18 +103,28 @@ def test_time_limit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert contents("runs") == contents("whole")
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RunError("the training loss is nan"), "the training loss is nan"),
+        (KeyError("an error in a network"), "KeyError: 'an error in a network'"),
+    ],
+)
 def test_an_error_does_not_stop_the_lines_below(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def failing(plans: list[Plan], options: loop.Options) -> list[RunFolder]:
         if plans[0].recipe.method == "ce":
-            raise RunError("the training loss is nan")
+            raise error
         return train(plans, options)
 
     monkeypatch.setattr(loop, "train", failing)
     assert main(["queue", "my queue"]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("isda: ")]
-    assert errors[0] == "isda: my queue:3: the training loss is nan"
+    assert errors[0] == f"isda: my queue:3: {message}"
     assert errors[-1] == "isda: 2 of 3 lines failed: my queue:3, my queue:6"
     assert [summary(run).finished for run in load_runs("runs")] == [True]
 

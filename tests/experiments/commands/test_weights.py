@@ -110,7 +110,7 @@ def test_refusals(run: Run, tmp_path: Path, capsys) -> None:
     for folder, out, message in (
         (run.folder, "weights.pt", "out must be a file NAME.safetensors, got"),
         (run.folder, "nowhere/w.safetensors", "folder"),
-        (record, "w.safetensors", f"{record} has no checkpoint of its last epoch"),
+        (record, "w.safetensors", f"{record} has no checkpoint"),
         (tmp_path, "w.safetensors", f"{tmp_path / 'config.json'} is not a run record"),
         (tmp_path / "none", "w.safetensors", f"folder {str(tmp_path / 'none')!r} does not exist"),
     ):

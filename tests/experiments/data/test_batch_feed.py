@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from photo_folders import CPU, RECIPE, decoded, image_of, make_image, make_photos, train
+from photo_folders import CPU, RECIPE, decoded, image_of, make_image, train
 from torch import Tensor
 
 from isda.experiments.data.batch_feed import BatchFeed
 from isda.experiments.errors import InputError
 from isda.experiments.training.training_step import Lane
-
-photos = pytest.fixture(make_photos)
 
 
 def feed_of(photos: Path, cache: str, device: torch.device = CPU) -> BatchFeed:

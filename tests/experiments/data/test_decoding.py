@@ -17,7 +17,6 @@ from photo_folders import (
     files_of,
     image_of,
     make_image,
-    make_photos,
 )
 from PIL import ExifTags, Image, ImageOps
 from torchvision.transforms import v2
@@ -34,8 +33,6 @@ from isda.experiments.data.decoding import (
 from isda.experiments.data.folder_cache import decode_folder
 from isda.experiments.settings import Options
 from isda.experiments.training.images import ImageStore
-
-photos = pytest.fixture(make_photos)
 
 
 def test_stored_images_are_those_of_torchvision(photos: Path) -> None:

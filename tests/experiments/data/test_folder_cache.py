@@ -15,16 +15,12 @@ from photo_folders import (
     decoded,
     files_of,
     make_image,
-    make_photos,
 )
 
 from isda.experiments.data import cache_file, folder_cache
 from isda.experiments.data.folder_cache import decode_folder
 from isda.experiments.errors import InputError, RunError
 from isda.experiments.settings import Options
-
-photos = pytest.fixture(make_photos)
-
 
 # The file on disk
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from forks import START_METHOD
-from photo_folders import CPU, PLACES, RECIPE, decoded, files_of, image_of, make_photos, train
+from photo_folders import CPU, PLACES, RECIPE, decoded, files_of, image_of, train
 from programs import PATIENCE
 from torch import Tensor
 
@@ -24,8 +24,6 @@ from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
 from isda.experiments.training.groups import Plan, images_of_run
 from isda.experiments.training.training_step import Lane
-
-photos = pytest.fixture(make_photos)
 
 
 def test_the_place_does_not_change_the_results(photos: Path, device: torch.device) -> None:

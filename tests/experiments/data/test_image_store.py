@@ -13,7 +13,6 @@ from photo_folders import (
     count_decoding,
     files_of,
     make_image,
-    make_photos,
     train,
 )
 
@@ -25,8 +24,6 @@ from isda.experiments.training import loop
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.images import ImageStore, kept_images
 from isda.experiments.training.training_step import Lane
-
-photos = pytest.fixture(make_photos)
 
 
 def test_the_images_are_counted(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import gans
 import pytest
 import torch
 from gans import small
@@ -19,8 +18,6 @@ from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Options
 from isda.experiments.training.device import choose_kernels
 from isda.experiments.training.side_by_side import CapturedSteps
-
-digits = gans.digits  # fixture
 
 
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 8, 8), (2, 16, 16), (3, 12, 12)])

@@ -34,7 +34,7 @@ def lane_states(folder: Path) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name", GANS)
 def test_resume_is_exact(name: str, tmp_path: Path, device, monkeypatch) -> None:
     settings = small(name)
-    whole = train_gan(settings, 5, options(tmp_path / "whole", device), progress=False)
+    whole = train_gan(settings, 5, options(tmp_path / "whole", device))
 
     class Stops:
         def __init__(self, _):
@@ -47,17 +47,17 @@ def test_resume_is_exact(name: str, tmp_path: Path, device, monkeypatch) -> None
     with monkeypatch.context() as patch:
         patch.setattr(gan_training, "Deadline", Stops)
         with pytest.raises(TimeUp, match="2 of 3 epochs done"):
-            train_gan(settings, 5, options(tmp_path / "parts", device, minutes=1), progress=False)
+            train_gan(settings, 5, options(tmp_path / "parts", device, minutes=1))
     with pytest.raises(InputError, match=r"has no generator.pt of its last epoch, 3: continue"):
         load_generator(tmp_path / "parts" / settings.name / "5", device)
-    parts = train_gan(settings, 5, options(tmp_path / "parts", device, resume=True), progress=False)
+    parts = train_gan(settings, 5, options(tmp_path / "parts", device, resume=True))
     for one, other in zip(lane_states(whole.folder), lane_states(parts.folder), strict=True):
         assert torch.equal(one, other)
     samples = sorted((whole.folder / "samples").iterdir())
     assert [path.name for path in samples] == [f"epoch_000{n}.png" for n in (1, 2, 3)]
     for path in samples:
         assert path.read_bytes() == (parts.folder / "samples" / path.name).read_bytes()
-    other_seed = train_gan(settings, 6, options(tmp_path / "whole", device), progress=False)
+    other_seed = train_gan(settings, 6, options(tmp_path / "whole", device))
     assert (
         samples[-1].read_bytes() != (other_seed.folder / "samples" / samples[-1].name).read_bytes()
     )
@@ -65,31 +65,31 @@ def test_resume_is_exact(name: str, tmp_path: Path, device, monkeypatch) -> None
 
 def test_epochs_may_change_on_resume(tmp_path: Path, device) -> None:
     """Nothing depends on their number: 2 epochs and 1 more are 3."""
-    whole = train_gan(small("cgan"), 5, options(tmp_path / "whole", device), progress=False)
+    whole = train_gan(small("cgan"), 5, options(tmp_path / "whole", device))
     resumed = options(tmp_path / "parts", device, resume=True)
     two, three = small("cgan", epochs=2), small("cgan", epochs=3)
-    folder = train_gan(two, 5, resumed, progress=False).folder
+    folder = train_gan(two, 5, resumed).folder
     before = load_generator(folder, device).digest
-    assert train_gan(three, 5, resumed, progress=False).settings == three
+    assert train_gan(three, 5, resumed).settings == three
     assert load_generator(folder, device).digest == load_generator(whole.folder, device).digest
     assert load_generator(folder, device).digest != before
     more = small("cgan", epochs=5)
     stopping = options(tmp_path / "parts", device, resume=True, minutes=1e-9)
     with pytest.raises(TimeUp, match="4 of 5 epochs done"):
-        train_gan(more, 5, stopping, sample_every=3, progress=False)
+        train_gan(more, 5, stopping, sample_every=3)
     with pytest.raises(InputError, match=r"has no generator.pt of its last epoch, 5"):
         load_generator(folder, device)
     four = small("cgan", epochs=4)  # finish there
-    train_gan(four, 5, resumed, progress=False)
+    train_gan(four, 5, resumed)
     assert load_generator(folder, device).settings == four
     assert (folder / "samples" / "epoch_0004.png").is_file()
     with pytest.raises(InputError, match=r"epochs must be >= 4 \(already done\), got 2"):
-        train_gan(two, 5, resumed, progress=False)
+        train_gan(two, 5, resumed)
     # a finished GAN is generator.pt; the checkpoint is needed only to continue
     (folder / "checkpoint.pt").unlink()
-    train_gan(four, 5, resumed, progress=False)
+    train_gan(four, 5, resumed)
     with pytest.raises(InputError, match=r"has no checkpoint.pt to continue from"):
-        train_gan(more, 5, resumed, progress=False)
+        train_gan(more, 5, resumed)
     assert load_generator(folder, device).settings == four
 
 
@@ -143,7 +143,7 @@ def test_help_names_both_actions(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path, device) -> None:
     settings, resumed = small("cgan", epochs=1), options(tmp_path, device, resume=True)
-    folder = train_gan(settings, 0, resumed, progress=False).folder
+    folder = train_gan(settings, 0, resumed).folder
 
     def flip(path: Path) -> None:
         content = bytearray(path.read_bytes())
@@ -154,16 +154,16 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path, device) -> None:
     flip(folder / "generator.pt")
     with pytest.raises(InputError, match=r"generator.pt is damaged .* --resume writes it again"):
         load_generator(folder, device)
-    train_gan(settings, 0, resumed, progress=False)
+    train_gan(settings, 0, resumed)
     assert load_generator(folder, device).digest == digest
     flip(folder / "checkpoint.pt")
     with pytest.raises(InputError, match=r"checkpoint.pt is damaged .*: train the GAN again"):
-        train_gan(settings, 0, resumed, progress=False)
+        train_gan(settings, 0, resumed)
 
 
 def test_files_of_other_networks_are_refused(tmp_path: Path, device) -> None:
     settings, resumed = small("cgan", epochs=1), options(tmp_path, device, resume=True)
-    folder = train_gan(settings, 0, resumed, progress=False).folder
+    folder = train_gan(settings, 0, resumed).folder
     for name, key in (("generator.pt", "networks"), ("checkpoint.pt", "lanes")):
         state = GanFolder(folder).load(name)
         state[key].append({})
@@ -171,7 +171,7 @@ def test_files_of_other_networks_are_refused(tmp_path: Path, device) -> None:
     with pytest.raises(InputError, match=r"generator.pt is damaged .* --resume writes it again"):
         load_generator(folder, device)
     with pytest.raises(InputError, match=r"checkpoint.pt is damaged .*: train the GAN again"):
-        train_gan(settings, 0, resumed, progress=False)
+        train_gan(settings, 0, resumed)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_files_of_other_networks_are_refused(tmp_path: Path, device) -> None:
      {"image_shape": None}, {"num_images": "x"}],
 )  # fmt: skip
 def test_a_checkpoint_with_damaged_fields_is_not_used(change: dict, tmp_path: Path) -> None:
-    folder = train_gan(small("cgan", epochs=1), 0, options(tmp_path, "cpu"), progress=False)
+    folder = train_gan(small("cgan", epochs=1), 0, options(tmp_path, "cpu"))
     state = folder.load("checkpoint.pt")
     torch.save({**state, **change}, folder.folder / "checkpoint.pt")
     with pytest.raises(InputError, match=r"\.pt is damaged|has changed since|epochs must be >= 5"):

@@ -28,7 +28,7 @@ class Number:
 def stages(tmp_path: Path):
     """Create stages in the folder of the test, with some options."""
     return lambda **options: Stages(
-        tmp_path, "work", {"settings": {"width": 3}}, Options(**options), progress=False
+        tmp_path, "work", {"settings": {"width": 3}}, Options(**options)
     )
 
 

@@ -31,13 +31,8 @@ RECIPE = replace(START, generator="acgan", synthetic=1 / 6, epochs=2)
 def generators(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("generators")
     settings = replace(get_gan("acgan"), data="digits", epochs=1, width=4)
-    train_gan(settings, 0, Options(out=out, device="cpu"), progress=False)
+    train_gan(settings, 0, Options(out=out, device="cpu"))
     return out
-
-
-@pytest.fixture(scope="module")
-def digits(device):
-    return load_data("digits").to(device)
 
 
 @pytest.mark.parametrize("share", [1 / 6, 0.25, 0.4, 0.001])
@@ -98,7 +93,7 @@ def test_resume_is_exact_and_needs_the_same_generator(generators, digits, device
     for one, other in zip(whole.tensors(), second.tensors(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
     settings = replace(get_gan("acgan"), data="digits", epochs=1, width=4, noise=50)
-    other = train_gan(settings, 0, Options(out=tmp_path, device=str(device)), progress=False)
+    other = train_gan(settings, 0, Options(out=tmp_path, device=str(device)))
     changed = Lane(recipe, 3, digits, device, generator=load_generator(other.folder, device))
     with pytest.raises(InputError, match="the acgan is not the one"):
         changed.load_state_dict(first.state_dict())

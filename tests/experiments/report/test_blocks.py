@@ -10,8 +10,6 @@ from made_runs import (
     FIRST,
     ISDA,
     expected_numbers,
-    make_cells,
-    make_digits_runs,
     make_run,
     naive_row,
     strip_checks,
@@ -24,9 +22,6 @@ from isda.experiments.records import load_runs
 from isda.experiments.report.blocks import BLOCKS, recipes_block, update_markdown
 
 main = partial(run_command, "report")
-
-out = pytest.fixture(make_digits_runs)
-records = pytest.fixture(scope="module")(make_cells)
 
 
 def test_records_without_likelihood(tmp_path, capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
-from made_runs import CE, ISDA, expected_numbers, make_digits_runs, make_run, raw_errors
+from made_runs import CE, ISDA, expected_numbers, make_run, raw_errors
 
 from isda.experiments.records import load_runs
 from isda.experiments.report.comparison import (
@@ -18,8 +18,6 @@ from isda.experiments.report.comparison import (
     strengths,
 )
 from isda.experiments.report.intervals import difference, seeds_needed, signed
-
-out = pytest.fixture(make_digits_runs)
 
 
 def test_comparison_table_and_sentence(out):

@@ -14,8 +14,6 @@ from made_runs import (
     FIRST,
     ISDA,
     expected_numbers,
-    make_cells,
-    make_digits_runs,
     make_run,
     naive_cell,
     naive_row,
@@ -33,9 +31,6 @@ from isda.experiments.report.tables import recipes_table, report_markdown
 
 main = partial(run_command, "report")
 RESULTS = Path(__file__).parents[3] / "results"
-
-out = pytest.fixture(make_digits_runs)
-records = pytest.fixture(scope="module")(make_cells)
 
 
 def test_recipes_table(out, tmp_path):

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from html_pages import Page
-from made_runs import CE, FIRST, ISDA, expected_numbers, make_digits_runs, make_run, strip_checks
+from made_runs import CE, FIRST, ISDA, expected_numbers, make_run, strip_checks
 
 from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError
@@ -21,8 +21,6 @@ from isda.experiments.report.sides import Side, create_side
 from isda.experiments.report.tables import recipes_table, report_markdown
 
 main = partial(run_command, "report")
-
-out = pytest.fixture(make_digits_runs)
 
 
 def test_labels_are_those_of_what_was_trained(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from programs import run_program
 
-from isda.experiments.errors import RunError
+from isda.experiments.errors import InputError
 from isda.experiments.training.device import keep_compiled_code
 
 COMPILE = """
@@ -55,5 +55,5 @@ def test_environment_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
     assert dict(os.environ) == before
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot write"), keep_compiled_code(tmp_path / "file"):
+    with pytest.raises(InputError, match="is a file"), keep_compiled_code(tmp_path / "file"):
         pass

@@ -4,6 +4,7 @@ Runs that are finished, in the folder of the runs or of the records, are skipped
 or resumed. The command can therefore be stopped or killed at any time and started again.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.records import load_runs, summary
 from isda.experiments.settings import Options
 from isda.experiments.training import loop
+from isda.experiments.training.failures import reason_of
 from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
 from isda.experiments.training.images import kept_images
 
@@ -92,8 +94,17 @@ def _work_through(lines: list[Line], records: Path) -> list[str]:
             except TimeUp as error:
                 raise TimeUp(f"{line.place} ({line.text}): {error}") from error
             except InputError as error:
-                print(f"isda: {line.place}: {error}", file=sys.stderr)
-                failed.append(line.place)
+                reason = str(error)
+            except BrokenPipeError:  # nobody reads the output any more
+                raise
+            except Exception as error:  # of this line, such as an error in a network of your own
+                if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                    raise  # the other ranks wait for this one
+                reason = reason_of(error)
+            else:
+                continue
+            print(f"isda: {line.place}: {reason}", file=sys.stderr)
+            failed.append(line.place)
     return failed
 
 

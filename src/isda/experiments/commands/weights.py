@@ -53,7 +53,7 @@ def export_weights(folder: Path, out: Path) -> tuple[Path, Path]:
         The two files.
 
     Raises:
-        InputError: the run is missing or not finished, or has no checkpoint of its last epoch.
+        InputError: the run is missing or not finished, or has no checkpoint.
     """
     if out.suffix != ".safetensors":
         raise InputError(f"out must be a file NAME.safetensors, got {str(out)!r}")
@@ -68,11 +68,7 @@ def export_weights(folder: Path, out: Path) -> tuple[Path, Path]:
             f"{folder} is not finished: {result.epochs} of {run.recipe.epochs} epochs; "
             "--resume continues it"
         )
-    state = run.load()
-    if state is None or state["epoch"] != run.recipe.epochs:
-        raise InputError(
-            f"{folder} has no checkpoint of its last epoch: an exported record has no weights"
-        )
+    state = run.load_finished()
     weights: dict[str, Tensor] = state["average" if run.recipe.ema else "network"]
     about = _about(run, state, weights)
     tensors = {name: tensor.contiguous().clone() for name, tensor in weights.items()}

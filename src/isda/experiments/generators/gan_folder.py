@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from isda.experiments.errors import InputError, reason
-from isda.experiments.files import read_bytes, writing
+from isda.experiments.files import create_folder, read_bytes
 from isda.experiments.generators.gan_settings import GanSettings
 from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.training.environment import environment
@@ -63,8 +63,7 @@ class GanFolder:
                     f"{folder} has checkpoint.pt but no gan.json: restore gan.json or use a "
                     "different --out"
                 )
-            with writing(folder, keep=()):
-                folder.mkdir(parents=True, exist_ok=True)
+            create_folder(folder)
             config = {"settings": settings.as_dict(), "seed": seed}
             write_config(folder / "gan.json", {**config, "environment": environment(device)})
             return cls(folder)

@@ -38,7 +38,6 @@ def train_gan(
     options: Options,
     *,
     sample_every: int = 0,
-    progress: bool = True,
 ) -> GanFolder:
     """Train a GAN, or continue it with ``options.resume``, and return its folder.
 
@@ -48,7 +47,6 @@ def train_gan(
         options: options, of which out, resume, device, data_root, download, capture,
             deterministic, checkpoint_seconds and minutes are used.
         sample_every: epochs between two grids of samples; 0: a twentieth of all epochs.
-        progress: show a progress bar.
 
     Raises:
         TimeUp: the time limit was reached before the end; the checkpoint is written.
@@ -64,7 +62,7 @@ def train_gan(
         with locked(options.out, settings.name, seed):
             place = Path(options.out) / settings.name / str(seed)
             folder = GanFolder.create(place, settings, seed, device, resume=options.resume)
-            _train(folder, settings, lanes, data, options, sample_every, progress=progress)
+            _train(folder, settings, lanes, data, options, sample_every)
     return folder
 
 
@@ -94,8 +92,6 @@ def _train(
     data: ImageArrays,
     options: Options,
     sample_every: int,
-    *,
-    progress: bool,
 ) -> None:
     def restore(state: dict[str, Any]) -> None:
         shape = [*data.image_shape]
@@ -121,7 +117,7 @@ def _train(
     steps = _steps_per_epoch(settings, lanes)
     deadline, saved_at = Deadline(options), time.monotonic()
     label = f"{settings.data} {settings.gan}, seed {folder.seed}"
-    for epoch in show_epochs(len(history), settings.epochs, label, show=progress):
+    for epoch in show_epochs(len(history), settings.epochs, label):
         began = time.perf_counter()
         for lane in lanes:
             lane.totals.zero_()

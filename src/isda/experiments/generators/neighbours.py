@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_json, writing
+from isda.experiments.files import create_folder, write_json
 from isda.experiments.generators.feature_moves import (
     as_long_as,
     choose_samples,
@@ -86,8 +86,7 @@ def show_neighbours(
         if move.shape[1]
     }
     columns = [chosen[:, None], *found.values()]
-    with writing(out, keep=()):
-        out.mkdir(parents=True, exist_ok=True)
+    create_folder(out)
     place, rules = 0, []
     for column in columns:
         rules.append(place)

@@ -43,7 +43,6 @@ class Stages:
             record with other arguments is not continued.
         options: options, of which resume, checkpoint_seconds and minutes are used.
         shown: further entries of the record, such as paths, which are not compared.
-        progress: show progress bars.
     """
 
     record: dict[str, Any] | None = None
@@ -57,14 +56,13 @@ class Stages:
         options: Options,
         *,
         shown: Mapping[str, Any] = MappingProxyType({}),
-        progress: bool = True,
     ) -> None:
         self._arguments = json.loads(json.dumps(arguments))  # as in the files: no tuples
         self._folder, self._name = folder, name
         self._state, self._picture, self._record = (
             folder / f"{name}.{kind}" for kind in ("pt", "png", "json")
         )
-        self._options, self._shown, self._progress = options, shown, progress
+        self._options, self._shown = options, shown
         self._stages: dict[str, dict[str, Any]] = {}  # iterations done, and parts
         self._deadline, self._saved_at = Deadline(options), time.monotonic()
         if self._state.exists():
@@ -102,7 +100,7 @@ class Stages:
             TimeUp: the time limit was reached before; the state is written.
         """
         done = self._restore(name, total, parts, helpers)
-        with show_progress(total, name, "iteration", first=done, show=self._progress) as bar:
+        with show_progress(total, name, "iteration", first=done) as bar:
             while done < total:
                 began, number = time.monotonic(), size(done)
                 step(done, number)

@@ -95,14 +95,7 @@ def load_classifier(
             f"{run.folder} was trained with {recipe.method} and has no ISDA statistics: give a run "
             "with method isda"
         )
-    state = run.load()
-    if state is None:
-        raise InputError(f"{run.folder} has no checkpoint: train the run again, or copy all of it")
-    if state["epoch"] < recipe.epochs:
-        raise InputError(
-            f"{run.folder} is not finished, {state['epoch']} of {recipe.epochs} epochs: continue "
-            "it with --resume"
-        )
+    state = run.load_finished()
     try:
         own = load_tested_images(Plan(run.name, recipe, run.seed), options, device)
         require_same_images(own, recipe, state, "restore the images, or train the run again")

@@ -16,7 +16,7 @@ from markupsafe import escape
 from matplotlib.figure import Figure
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import write_text
+from isda.experiments.files import create_folder, write_text
 from isda.experiments.published import PUBLISHED
 from isda.experiments.records import Run
 from isda.experiments.report.comparison import (
@@ -57,15 +57,13 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
         InputError: there is nothing to draw.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"figures must be a folder, got the file {folder}")
     shown = _shown(list(runs))
     if not shown:
         raise InputError(
             "the records have nothing for a figure: it needs a training of the paper with two "
             "seeds, several lambda_0, or several images_per_class"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder)
     written = []
     for theme, colours in _THEMES.items():
         with matplotlib.rc_context(_style(colours["ink"])):

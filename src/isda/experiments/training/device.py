@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from isda.experiments.errors import InputError
-from isda.experiments.files import writing
+from isda.experiments.files import create_folder
 from isda.experiments.settings import Options, Recipe
 
 __all__ = [
@@ -71,8 +71,7 @@ def keep_compiled_code(folder: Path | None) -> Iterator[None]:
         yield
         return
     folder = folder.expanduser().resolve()
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder)
     settings = {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TRITON_CACHE_DIR": str(folder / "triton"),

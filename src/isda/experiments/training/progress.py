@@ -12,7 +12,7 @@ from isda.experiments.training.training_step import Lane
 __all__ = ["label_of", "show_epochs", "show_progress"]
 
 
-def show_epochs(first: int, until: int, label: str, *, show: bool) -> Iterator[int]:
+def show_epochs(first: int, until: int, label: str, *, show: bool = True) -> Iterator[int]:
     """Epochs to train, with a progress bar."""
     with show_progress(until, label, "epoch", first=first, show=show) as bar:
         for epoch in range(first, until):
@@ -21,7 +21,7 @@ def show_epochs(first: int, until: int, label: str, *, show: bool) -> Iterator[i
 
 
 def show_progress(
-    total: int, label: str, unit: str, *, first: int = 0, show: bool
+    total: int, label: str, unit: str, *, first: int = 0, show: bool = True
 ) -> "tqdm[NoReturn]":
     """A progress bar; in a log file, a line every 30 seconds."""
     interactive = sys.stderr.isatty()

@@ -18,7 +18,7 @@ from typing import IO, Any, Self
 import torch
 
 from isda.experiments.errors import InputError, RunError, RunLocked, reason
-from isda.experiments.files import sync_folder, write_bytes, write_json, writing
+from isda.experiments.files import create_folder, sync_folder, write_bytes, write_json, writing
 from isda.experiments.metrics_lines import config_checksum, require_metrics, sealed
 from isda.experiments.networks import LoadedWeights
 from isda.experiments.recipe_checks import differing_fields
@@ -71,8 +71,7 @@ class RunFolder(Run):
         here = environment(device)
         if not resume or not (folder / "config.json").exists():
             require_free([folder])
-            with writing(folder):
-                folder.mkdir(parents=True, exist_ok=True)
+            create_folder(folder)
             config = {"name": name, "seed": seed, "recipe": recipe.as_dict()}
             write_config(folder / "config.json", {**config, "environments": [here]})
             return cls(folder)
@@ -202,6 +201,27 @@ class RunFolder(Run):
             raise InputError("; ".join(damage) + "; there is no other checkpoint to resume from")
         return None
 
+    def load_finished(
+        self, use: Callable[[dict[str, Any]], object] | None = None
+    ) -> dict[str, Any]:
+        """Load the checkpoint of the last epoch, as :meth:`load` does.
+
+        Raises:
+            InputError: the run is not finished, or it has no checkpoint.
+        """
+        state = self.load(use)
+        if state is None:
+            raise InputError(
+                f"{self.folder} has no checkpoint, like an exported record: copy the whole folder "
+                "of the run, or train it again"
+            )
+        if state["epoch"] < self.recipe.epochs:
+            raise InputError(
+                f"{self.folder} is not finished: {state['epoch']} of {self.recipe.epochs} epochs; "
+                "--resume continues it"
+            )
+        return state
+
     def has_checkpoint(self) -> bool:
         """Whether there is a valid checkpoint of this run; reads it."""
         with warnings.catch_warnings(), contextlib.suppress(InputError):
@@ -285,8 +305,8 @@ def _lock_file(folder: Path, use: str) -> IO[str]:
     """The lock file of a folder, open and locked."""
     path = folder / "lock"
     for _ in range(100):
+        create_folder(folder)
         with writing(path, keep=()):
-            folder.mkdir(parents=True, exist_ok=True)
             file = open(path, "a")  # noqa: SIM115 - returned
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
