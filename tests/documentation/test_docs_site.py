@@ -69,6 +69,18 @@ def test_short_code_is_not_broken() -> None:
         assert change(long) == long
 
 
+def test_names_and_units_are_not_broken() -> None:
+    change = load("hooks").on_page_content
+    text = '<td title="1 %">CIFAR-100, λ₀ = 0.5: 1.2 ± 0.3 % in 4 ms, 5 MiB</td>'
+    assert change(text).replace("\xa0", "~") == (
+        '<td title="1 %"><span class="short">CIFAR-100</span>, λ₀~=~0.5: 1.2 ±~0.3~% in 4~ms, '
+        "5~MiB</td>"
+    )
+    assert change("<td>64, 100, 2190</td>") == "<td>64,\xa0100,\xa02190</td>"
+    for verbatim in ("<pre><span>ResNet-32</span> 1 %</pre>", "<svg><text>1 %</text></svg>"):
+        assert change(verbatim) == verbatim
+
+
 def test_notebook(tmp_path: Path) -> None:
     """Text, code, output and figures become a page; a script without figures is refused."""
     pytest.importorskip("mkdocs")
