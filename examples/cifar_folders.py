@@ -1,7 +1,7 @@
 """Write CIFAR as PNG files, one folder per class, to try ``isda compare`` on a folder of images.
 
     python examples/cifar_folders.py cifar10 folders/cifar10 --images-per-class 1000
-    isda compare --data imagefolder:folders/cifar10 --network timm:resnet18 --pretrained --freeze
+    isda compare --data imagefolder:folders/cifar10 --pretrained --download --image-size 96
 
 The script writes the first training and test images of every class.
 """
