@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -40,9 +42,10 @@ def make_run(
     *,
     epochs: int | None = None,
     start: str | None = None,
+    metrics: Mapping[str, float] = MappingProxyType({}),
     **changes,
 ) -> Run:
-    """A run whose test error falls from 90 to about ``error``."""
+    """A run whose test error falls from 90 to about ``error``; ``metrics`` replace others."""
     begun = get_recipe(start or name.partition("+")[0])
     recipe: Recipe = dataclasses.replace(begun, **changes)
     run = RunFolder.create(out, name, recipe, seed)
@@ -61,6 +64,7 @@ def make_run(
                 "test_ece": 0.03 + 0.001 * seed,
                 "seconds": 1.5,
                 "images_per_second": 1000.0,
+                **metrics,
             }
         )
     return run

@@ -170,6 +170,30 @@ def test_advice_and_seeds_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("error", "nll", "ece", "answer", "note"),
+    [
+        (-1, -1, -1, "Yes", "Its NLL and ECE are lower."),
+        (-1, 0, 0, "Yes", ""),
+        (-1, -1, 1, "Yes, for its accuracy", "Its NLL is lower. Its ECE is higher: if you use"),
+        (0, -1, -1, "Yes, for its probabilities", "Its NLL and ECE are lower. A diff"),
+        (0, -1, 1, "Not clear from these seeds", "Its NLL is lower. Its ECE is higher: if"),
+        (0, 0, 0, "Not clear from these seeds", "A difference of this size"),
+        (1, -1, 0, "No", "Its NLL is lower."),
+        (1, 0, 0, "No", ""),
+    ],
+)
+def test_advice_considers_error_nll_and_ece(error, nll, ece, answer, note, tmp_path: Path) -> None:
+    for seed, noise in enumerate([-0.001, 0.0, 0.002]):
+        make_run(tmp_path, CE, seed, 10.0, metrics={"test_loss": 0.5, "test_ece": 0.05})
+        changed = {"test_loss": 0.5 + 0.1 * nll + noise, "test_ece": 0.05 + 0.01 * ece + noise}
+        make_run(tmp_path, ISDA, seed, 10 + error + 100 * noise, metrics=changed)
+    found, reason = advice(comparison(load_runs(tmp_path), CE, ISDA))
+    assert found == answer
+    assert reason.startswith(note)
+    assert bool(reason) == bool(note)
+
+
+@pytest.mark.parametrize(
     ("last", "cell"),
     [
         ({"side_by_side": 1}, "+100 %"),

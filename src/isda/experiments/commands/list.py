@@ -16,7 +16,7 @@ class List:
     """Arguments of ``isda list``."""
 
     results: Path | None = None
-    """Folder of run records; None: ./runs if it exists, else ./results."""
+    """Folder of run records; None: ./runs, or ./results if there are no runs."""
 
 
 def run(words: list[str]) -> None:

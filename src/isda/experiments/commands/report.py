@@ -21,7 +21,7 @@ class Report:
     """Arguments of ``isda report``."""
 
     runs: Path | None = None
-    """Folder of runs or run records; None: ./runs if it exists, else ./results."""
+    """Folder of runs or run records; None: ./runs, or ./results if there are no runs."""
 
     export: Path | None = None
     """Copy the records of finished runs, without checkpoints, to this folder."""

@@ -38,7 +38,8 @@ class Table:
     --cell to train several cells."""
 
     results: Path | None = None
-    """Folder of run records to show; not with --cell. None: ./runs if it exists, else ./results."""
+    """Folder of run records to show; not with --cell. None: ./runs, or ./results if there are no
+    runs."""
 
     dry_run: bool = False
     """Print the commands that would train the cell, and exit."""

@@ -246,12 +246,40 @@ def verdict(change: Difference) -> str:
 
 
 def advice(result: Comparison) -> tuple[str, str]:
-    """Whether to use the method, in a word or two, and why or what to do next."""
-    change, label = result.difference, result.method.label
+    """Whether to use the method, in a few words, and why or what to do next.
+
+    The answer depends on the significant differences of error, NLL and ECE.
+    """
+    change = result.difference
+    others = [
+        (quantity.title.removesuffix(", %"), result.change(quantity))
+        for quantity in QUANTITIES
+        if quantity is not ERROR
+    ]
+    found = [(name, other.mean) for name, other in others if other and other.significant]
+    lower = [name for name, mean in found if mean < 0]
+    higher = [name for name, mean in found if mean > 0]
+    notes = [f"Its {_are(lower)} lower."] if lower else []
+    if higher:
+        remedy = "calibrate its probabilities before you use them"
+        if result.method.recipe.method == "isda":
+            remedy = "if you use its probabilities, try a smaller --lambda-0"
+        notes.append(f"Its {_are(higher)} higher: {remedy}.")
     if change.significant:
-        if change.mean < 0:
-            return "Yes", f"{label} has the lower {result.split} error here."
-        return "No", f"{label} has the higher {result.split} error here."
+        answer = "No" if change.mean > 0 else "Yes, for its accuracy" if higher else "Yes"
+        return answer, " ".join(notes)
+    answer, what_next = _next_step(change)
+    if lower and not higher:
+        answer = "Yes, for its probabilities"
+    return answer, " ".join([*notes, what_next])
+
+
+def _are(names: list[str]) -> str:
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _next_step(change: Difference) -> tuple[str, str]:
+    """What an error without a significant difference means, and what to do next."""
     more = "choose a larger number of --seeds and continue with --resume"
     if change.interval is None:
         return "Too early to say", f"One seed cannot tell a difference from chance: {more}."
