@@ -206,7 +206,7 @@ def test_two_heads_that_are_summed(bias, device):
             (3, 4, C),
             (3, 4),
             "include all positions, shape (3, 7, 5) for features of shape (3, 7, 4), got shape "
-            "(3, 4, 5); to exclude positions, label them with ignore_index",
+            "(3, 4, 5); to merge dimensions, pass rows (M, 5); to exclude positions, label them",
         ),
         ((3, 7, A), (13, C), (13,), "include all positions, shape (3, 7, 5) for features of"),
         ((3, 7, A), (7, 3, C), (7, 3), "include all positions, shape (3, 7, 5) for features of"),
