@@ -185,7 +185,7 @@ class AttachedLoss(nn.Module):
             return self._evaluate(logits, target, options, is_new=is_new)
         weight, bias = parameters[0]
         now = self.heads[0]._parameters.get("weight")  # may be sharded again after the pass
-        if now is not None and (distributed.is_sharded(now) or now.dim() == 1):  # FSDP1, ZeRO-3
+        if now is not None and (hasattr(now, "device_mesh") or now.dim() == 1):  # FSDP2, FSDP1
             weight, bias = self.gather_parameters()
         elif len(parameters) > 1:
             weight, bias = _join(parameters)
