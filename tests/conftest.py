@@ -8,7 +8,7 @@ import torch
 
 from isda import versions
 
-# the suite runs one process per core; those that it starts have one thread, too
+# the suite runs one process per core; its subprocesses also have one thread
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -47,7 +47,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # so that libraries find their objects gone at the end
+    gc.unfreeze()  # so that objects are freed at exit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

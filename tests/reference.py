@@ -117,7 +117,7 @@ def stream_moments(batches: Sequence[Batch], num_classes: int) -> tuple[Tensor, 
 def decayed_moments(
     batches: Sequence[Batch], num_classes: int, decay: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted moments from the weight of every sample, each of them written down.
+    """Weighted moments, from a list with the weight of every sample.
 
     A batch with m samples of a class, which has n already, gets the share max(m / (n + m), 1 -
     decay^m), in equal parts for its samples; the weights of older samples shrink to make room.
@@ -148,7 +148,7 @@ def decayed_moments(
 
 
 def pooled_moments(features: Tensor, target: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Number, mean and biased covariance over all classes; a negative target is left out."""
+    """Number, mean and biased covariance over all classes; negative targets are skipped."""
     one_class = torch.where(target < 0, -1, 0)
     count, mean, covariance = class_moments(features, one_class, 1)
     return int(count[0]), mean[0], covariance[0]
@@ -245,7 +245,7 @@ def printed_weight_gradient(
 def corrected_weight_gradient(
     feature: Tensor, weight: Tensor, y: int, matrix: Tensor, *, strength: float
 ) -> Tensor:
-    """Eq. 13 with its row j = y put right: (p_y − 1) a − λ Σ_y Σ_n p_n (w_n − w_y)."""
+    """Eq. 13 with its row j = y corrected: (p_y − 1) a − λ Σ_y Σ_n p_n (w_n − w_y)."""
     slope = _slope(feature, weight, y, matrix, strength=strength)
     rows = []
     for j in range(len(weight)):

@@ -250,6 +250,7 @@ def _shape_message(
     if not inner:
         return f"logits must have {shapes}, {found}"
     return (
-        f"logits must include all positions, {shapes}, {found}; to exclude positions, label them "
-        "with ignore_index instead of selecting the others"
+        f"logits must include all positions, {shapes}, {found}; to merge dimensions, pass rows "
+        f"(M, {num_classes}); to exclude positions, label them with ignore_index instead of "
+        "selecting the others"
     )

@@ -1,4 +1,4 @@
-"""What every rank does in the tests of spread covariances, and what is expected of it."""
+"""What every rank does in the tests of sharded covariances."""
 
 import copy
 from datetime import timedelta
@@ -84,7 +84,7 @@ def train(
     estimator: FullCovariance,
     **options: Any,
 ) -> dict[str, Any]:
-    """Some steps on this rank's part of the batches, or on the whole of them if rank is None."""
+    """Steps on this rank's part of the batches, or on whole batches if rank is None."""
     criterion = isda.attach(
         model, lambda_0=STRENGTH, ramp="constant", covariance=estimator, **options
     )
@@ -133,7 +133,7 @@ def losses_of_samples(rank: int, world: int) -> list[dict[str, Tensor]]:
 
 
 def quadratic_alone(rank: int, world: int) -> dict[str, Tensor]:
-    """A call of quadratic with another number of targets on every rank."""
+    """A call of quadratic() with a different number of targets on every rank."""
     inputs = reference.draw(40, 13, 5, dtype=torch.float32)
     estimator = ShardedCovariance(5, 13)
     estimator.update(inputs.features, inputs.target)
@@ -145,7 +145,7 @@ def quadratic_alone(rank: int, world: int) -> dict[str, Tensor]:
 
 
 def statistics_of_classes() -> list[tuple[Tensor, Tensor]]:
-    """Mean and covariance of every class, wherever it is held."""
+    """Mean and covariance of every class, whichever rank holds it."""
     inputs = reference.draw(40, 5, A, dtype=torch.float32)
     estimator = ShardedCovariance(A, 5)
     estimator.update(inputs.features, inputs.target)
@@ -161,7 +161,7 @@ def message_of(error: type[Exception], function: Any, *args: Any, **options: Any
 
 
 def resume(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Save, load what was saved and go on; then load what another rank saved."""
+    """Save, load and continue; then load the checkpoint of another rank."""
 
     def step(criterion: ISDALoss, seed: int) -> Tensor:
         inputs = reference.draw(6, 4, A, seed=seed, dtype=torch.float32)
@@ -189,7 +189,7 @@ def resume(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 def deferred_bad_batch(rank: int, world: int) -> dict[str, Any]:
-    """A fault on the last rank where the host does not look, as on a GPU."""
+    """A fault on the last rank with deferred errors, as on a GPU."""
     criterion = ISDALoss(A, 5, ramp="constant", covariance=ShardedCovariance(A, 5))
     inputs = reference.draw(4, 5, A, seed=rank, dtype=torch.float32)
     criterion(inputs.features, inputs.weight, inputs.target)
@@ -207,7 +207,7 @@ def deferred_bad_batch(rank: int, world: int) -> dict[str, Any]:
 
 
 def compiled(rank: int, world: int, kind: str) -> dict[str, Any]:
-    """A step that torch.compile has broken into several graphs."""
+    """A step that torch.compile splits into several graphs."""
     torch._dynamo.reset()
     model, estimator = DistributedDataParallel(make_model(5)), ShardedCovariance(A, 5)
     criterion = isda.attach(model, lambda_0=STRENGTH, ramp="constant", covariance=estimator)
@@ -227,7 +227,7 @@ def compiled(rank: int, world: int, kind: str) -> dict[str, Any]:
 
 
 def refusals(rank: int, world: int) -> dict[str, str]:
-    """Messages about arguments that do not fit several ranks."""
+    """Error messages for arguments that several ranks do not support."""
     estimator = ShardedCovariance(A, 5)
     alone = dist.new_group([0])
     weight, part = torch.zeros(5, A), torch.zeros(3).long()
@@ -249,7 +249,7 @@ def work(rank: int, world: int, folder: str) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=PATIENCE),  # for ranks that wait for each other in vain
+        timeout=timedelta(seconds=PATIENCE),  # for ranks that would wait forever
     )
     results: dict[Any, Any] = {}
     for split, sizes in SPLITS.items():

@@ -38,7 +38,7 @@ def make_model() -> nn.Module:
 
 
 def make_batch(samples: int, step: int, kind: str) -> tuple[Tensor, Tensor]:
-    """The batch of all ranks; the ignored samples all fall to the first ones."""
+    """The batch of all ranks; all ignored samples belong to the first ones."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(samples, 3, generator=generator)
     if kind == "soft":
@@ -52,7 +52,7 @@ def make_batch(samples: int, step: int, kind: str) -> tuple[Tensor, Tensor]:
 def train(
     model: nn.Module, sizes: list[tuple[int, ...]], rank: int | None, kind: str, **options: Any
 ) -> dict[str, Any]:
-    """Two steps on this rank's part of the batches, or on the whole of them if rank is None."""
+    """Two steps on this rank's part of the batches, or on whole batches if rank is None."""
     criterion = isda.attach(model, lambda_0=2.0, ramp="constant", **options)
     record: dict[str, Any] = {"losses": [], "gradients": []}
     for step, parts in enumerate(sizes):
@@ -78,7 +78,7 @@ def message_of(error: type[Exception], function: Any, *args: Any) -> str:
 
 
 def bad_batch(rank: int, world: int, fault: str) -> dict[str, Any]:
-    """A fault on the last rank alone: what does every rank say, and what is left behind?"""
+    """A fault on only the last rank: the errors and the state of every rank."""
     model = make_model()
     criterion = isda.attach(model, ramp="constant", lambda_0=2.0)
     x, target = make_batch(4, rank, "index")
@@ -99,7 +99,7 @@ def bad_batch(rank: int, world: int, fault: str) -> dict[str, Any]:
 
 
 def deferred_bad_batch(rank: int, world: int) -> dict[str, Any]:
-    """The same where the host does not look: as if the step were compiled, or on a GPU."""
+    """The same with deferred errors, as in a compiled step or on a GPU."""
     is_compiling = torch.compiler.is_compiling
     torch.compiler.is_compiling = lambda: True
     try:
@@ -117,7 +117,7 @@ def deferred_bad_batch(rank: int, world: int) -> dict[str, Any]:
 
 
 def compiled(rank: int, world: int) -> dict[str, Any]:
-    """Statistics and loss of a compiled step, all ranks with batches of one size."""
+    """Statistics and loss of a compiled step; all ranks have the same batch size."""
     model = make_model()
     criterion = isda.attach(model, ramp="constant", lambda_0=2.0, covariance="diagonal")
     step = torch.compile(
@@ -134,7 +134,7 @@ def work(rank: int, world: int, folder: str) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=PATIENCE),  # for ranks that wait for each other in vain
+        timeout=timedelta(seconds=PATIENCE),  # for ranks that would wait forever
     )
     results: dict[Any, Any] = {}
     for split, sizes in SPLITS.items():
@@ -185,7 +185,7 @@ def assert_identical(states: list[dict[str, Tensor]]) -> None:
 
 
 def assert_equal_to_one_process(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Mean loss, averaged gradients and statistics; the latter the same bits on every rank."""
+    """Mean loss, averaged gradients and statistics; the latter bitwise equal on all ranks."""
     losses = torch.stack([torch.stack(record["losses"]) for record in found])
     close(losses.mean(0), torch.stack(expected["losses"]))
     for record in found:
@@ -204,7 +204,7 @@ def test_ranks_equal_one_process(ranks, split, structure, kind):
 
 
 def test_sum_is_of_this_rank(ranks):
-    """A sum is not rescaled: each rank returns that of its own samples."""
+    """A sum is not rescaled: each rank returns the sum over its own samples."""
     expected = train(make_model(), SPLITS["uneven"][len(ranks)], None, "index", reduction="sum")
     losses = torch.stack([torch.stack(record["sum"]["losses"]) for record in ranks])
     close(losses.sum(0), torch.stack(expected["losses"]))
@@ -261,7 +261,7 @@ def test_compiled_step(ranks):
 
 
 def test_broadcast_of_rows_with_room_between_them(monkeypatch):
-    """Padded covariances: NCCL takes tensors without gaps alone."""
+    """Padded covariances: NCCL accepts only contiguous tensors."""
 
     def broadcast(tensor: Tensor, group: Any = None, group_src: int = 0) -> None:
         assert tensor.is_contiguous()
@@ -278,7 +278,7 @@ def test_broadcast_of_rows_with_room_between_them(monkeypatch):
 
 
 def test_a_group_is_freed_when_it_is_destroyed(monkeypatch, tmp_path):
-    """Its threads would else live on, and crash now and then when the process ends."""
+    """Otherwise its threads would survive and sometimes abort the process at exit."""
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
     )

@@ -1,4 +1,4 @@
-"""A batch that one rank refuses is refused by all ranks, before anything changes."""
+"""A batch that one rank rejects is rejected by all ranks, before any state changes."""
 
 import copy
 from datetime import timedelta
@@ -57,7 +57,7 @@ def work(rank: int, world: int, folder: str) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=PATIENCE),  # for ranks that wait in vain
+        timeout=timedelta(seconds=PATIENCE),  # for ranks that would wait forever
     )
     messages: dict[str, str] = {}
     criterion = isda.ISDALoss(A, C, lambda_0=0.5, ramp="constant")
@@ -78,8 +78,8 @@ def work(rank: int, world: int, folder: str) -> None:
         messages[name] = message_of(attached, logits, call["target"])
         model(call["features"])
         attached._captures[0].features = None
-        dist.barrier()  # so that a rank that waits for the next refusal fails
-    model.eval()  # nothing is exchanged, so the first rank does not hear of the error
+        dist.barrier()  # a rank that still waits for the other one fails here
+    model.eval()  # no communication, so the first rank does not see the error
     call = draw(rank)
     logits = model(call["features"])
     messages["eval"] = message_of(attached, [logits] if rank == 1 else logits, call["target"])

@@ -1,4 +1,4 @@
-"""Covariances spread over ranks equal those of one process: loss, gradients and statistics.
+"""Sharded covariances equal those of one process: loss, gradients and statistics.
 
 As in ``test_distributed.py``, every world is started once and its ranks leave their results in
 files. What needs no exchange is tested in ``test_sharded_blocks.py``.
@@ -41,7 +41,7 @@ def close_to_reference(found: Tensor, expected: Tensor) -> None:
 
 
 def assert_shard(state: dict[str, Tensor], full: dict[str, Tensor], block: list[int]) -> None:
-    """Statistics are those of the classes in the block, and of no others."""
+    """A rank holds the statistics of the classes in its block, and no others."""
     assert state["classes"].tolist() == block
     for name, tensor in full.items():
         assert state[name].dtype == tensor.dtype
@@ -79,7 +79,7 @@ def test_a_group_of_some_ranks(ranks):
 
 @pytest.mark.ddp
 def test_every_sample_equals_naive_loops(ranks):
-    """Loss and features of each sample on its rank; the head's gradient in all ranks together."""
+    """Loss and feature gradient of each sample on its rank; the head's gradient over all ranks."""
     seen: list[tuple[Tensor, Tensor]] = []
     for step, (_, inputs, factor) in enumerate(make_stream(len(ranks))):
         seen.append((inputs.features, inputs.target))
@@ -127,14 +127,14 @@ def test_each_rank_resumes_from_its_own_checkpoint(ranks):
         assert torch.equal(first, second)
         expected, *others = record["resume"]["states"]
         assert expected["estimator.count"].sum() > 0
-        for state in others:  # before and after what was refused
+        for state in others:  # before and after the rejected checkpoint
             for name, tensor in expected.items():
                 assert torch.equal(state[name], tensor), name
 
 
 @pytest.mark.ddp
 def test_checkpoint_of_another_rank_or_estimator_is_refused(ranks):
-    """Of 4 classes, 2 ranks hold 2 each; of 3 ranks the last two hold 1 each: the same shapes."""
+    """Of 4 classes, 2 ranks hold 2 each; of 3 ranks, the last two hold 1 each: equal shapes."""
     world = len(ranks)
     for rank, (record, block) in enumerate(zip(ranks, BLOCKS[4, world], strict=True)):
         place = f"rank {rank} of {world}, classes [{block[0]}, {block[-1] + 1})"

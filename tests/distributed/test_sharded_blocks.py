@@ -1,4 +1,4 @@
-"""Blocks of classes of spread covariances, in one process that plays the ranks in turn."""
+"""Blocks of classes of sharded covariances, in one process that simulates the ranks."""
 
 import copy
 from typing import Any
@@ -14,7 +14,7 @@ from isda import FullCovariance, ISDALoss, ShardedCovariance, distributed
 
 @pytest.fixture
 def shard(monkeypatch):
-    """Makes the estimator of one rank of a world that does not exist."""
+    """Creates the estimator of one rank of a simulated world."""
 
     def create(rank: int, world: int, *args: Any, **options: Any) -> ShardedCovariance:
         with monkeypatch.context() as patch:
@@ -47,7 +47,7 @@ def test_blocks_of_classes(shard, classes, world):
 @pytest.mark.parametrize(("classes", "world"), BLOCKS)
 @pytest.mark.parametrize("width", [5, 70])
 def test_sum_of_ranks_played_by_one_process(shard, monkeypatch, device, classes, world, width):
-    """Every rank's part, added by hand: the same code on every device."""
+    """The contributions of all ranks, summed manually, on any device."""
     size = 7
     inputs = reference.draw(size * world, classes, width, dtype=torch.float32, device=device)
     index = torch.where(torch.arange(size * world, device=device) % 5 == 3, -1, inputs.target)
@@ -75,7 +75,7 @@ def test_sum_of_ranks_played_by_one_process(shard, monkeypatch, device, classes,
         ]
         outputs.append([total, weight.grad.cpu(), *(tensor.cpu() for tensor in state)])
     for found, expected in zip(*reversed(outputs), strict=True):
-        # of the largest value: the kernels split float32 into two bfloat16, with an error of 2⁻¹⁶
+        # relative to the largest value: the kernels split float32 into two bfloat16 (error 2⁻¹⁶)
         tolerance = (1e-6 if device.type == "cpu" else 1e-4) * expected.abs().max()
         torch.testing.assert_close(found, expected, rtol=0, atol=float(tolerance))
 
@@ -97,7 +97,7 @@ def test_checkpoint_of_another_shape_is_refused(shard):
 
 
 def test_buffers_of_other_ranks_are_never_made(shard):
-    """Those of all ranks would take 10¹⁶ bytes."""
+    """The buffers of all ranks would take 10¹⁶ bytes."""
     estimator = shard(1, 10**11, 50, 10**12 + 1)
     assert estimator.covariance.shape == (10, 50, 50)
 

@@ -1,4 +1,4 @@
-"""What the tests of the integrations share: sizes, and two ranks as torchrun starts them."""
+"""Helpers for the tests of the integrations: sizes, and two ranks as torchrun starts them."""
 
 import os
 from pathlib import Path

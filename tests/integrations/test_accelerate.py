@@ -1,4 +1,4 @@
-"""Accelerate: accumulation, a restart, and two ranks."""
+"""Accelerate: gradient accumulation, resuming, and two ranks."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""FSDP2: a sharded model trains as one process does, whichever group its head belongs to."""
+"""FSDP2: a sharded model trains like a single process, whichever group its head belongs to."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def train(model: nn.Module, rank: int | None) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(7, 3, generator=generator)
         target = torch.randint(C, (7,), generator=generator)
-        if rank is not None:  # uneven ranks
+        if rank is not None:  # uneven batches
             x, target = x.split((4, 3))[rank], target.split((4, 3))[rank]
         loss = criterion(model(x), target)
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The integrations import no framework before its use, and count batches as the frameworks do."""
+"""isda imports no framework by itself, and counts batches as the frameworks do."""
 
 import subprocess
 import sys

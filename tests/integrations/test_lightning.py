@@ -1,4 +1,4 @@
-"""Lightning: exact steps, log, checkpoints, averaged weights, refusals, and two ranks."""
+"""Lightning: steps, logs, checkpoints, averaged weights, errors, and two ranks."""
 
 import copy
 import logging
@@ -70,7 +70,7 @@ def train_lightning(
     extra = options.pop("callbacks", [])
     options = {"log_every_n_steps": 1, **options}
     world, rank = (int(os.environ.get(name, value)) for name, value in RANKS)
-    part = torch.utils.data.Subset(data, range(rank, len(data), world))  # same batches together
+    part = torch.utils.data.Subset(data, range(rank, len(data), world))  # together the same batches
     loader = DataLoader(part, rank_batch)
     for number in fits or (epochs,):
         trainer = lightning_package.Trainer(
@@ -91,7 +91,9 @@ def train_lightning(
             warnings.simplefilter("ignore")
             trainer.fit(module, loader, loader, ckpt_path=resume)
     with pytest.raises(ValueError, match="must be one of the Trainer's callbacks"):
-        module.criterion(torch.zeros(2, C, requires_grad=True), torch.zeros(2).long())  # is over
+        module.criterion(
+            torch.zeros(2, C, requires_grad=True), torch.zeros(2).long()
+        )  # training is over
     attached, target = module.criterion.criterion, data.tensors[1][-rank_batch:]
     matrices = [attached.estimator.class_covariance(c) for c in range(C)]
     weight = attached.gather_parameters()[0].detach()
@@ -126,7 +128,7 @@ def test_lightning_steps_log_and_checkpoint(tmp_path):
 
 
 def test_lightning_accumulation(tmp_path):
-    """Six batches an epoch, of which four and two make an update."""
+    """Six batches per epoch give updates of four and of two batches."""
     pytest.importorskip("lightning")
     ours = train_lightning(tmp_path, accumulate_grad_batches=4)
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 12
@@ -147,7 +149,7 @@ def test_lightning_logs_the_strength_of_counted_passes(tmp_path):
 
 
 def test_lightning_fits_twice(tmp_path):
-    """Each fit has a ramp of its own; the statistics go on."""
+    """Each fit restarts the ramp; the statistics are kept."""
     pytest.importorskip("lightning")
     ours = train_lightning(tmp_path, epochs=1, fits=(1, 3))
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 18
@@ -172,7 +174,7 @@ def test_lightning_weight_averaging_leaves_the_statistics(tmp_path):
 
 
 def test_lightning_batch_norm_of_averaged_weights(tmp_path):
-    """The epoch that recomputes the batch norm of the average is no training."""
+    """The epoch that recomputes the batch norm of the average is not training."""
     pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import StochasticWeightAveraging
 
@@ -184,7 +186,7 @@ def test_lightning_batch_norm_of_averaged_weights(tmp_path):
 
 
 def test_lightning_learning_rate_finder(tmp_path):
-    """It runs batches without the callbacks, and before the number of steps is known."""
+    """It runs batches without callbacks, before the number of steps is known."""
     pytest.importorskip("lightning")
     from lightning.pytorch.callbacks import LearningRateFinder
 
@@ -197,7 +199,7 @@ def test_lightning_learning_rate_finder(tmp_path):
 
 @pytest.mark.parametrize("ramp", ["linear", "constant"])
 def test_lightning_outside_of_training(ramp):
-    """Ordinary cross entropy, which changes nothing, such as for the Tuner."""
+    """Ordinary cross entropy without side effects, as for the Tuner."""
     pytest.importorskip("lightning")
     from isda.integrations.lightning import ISDACallback
 

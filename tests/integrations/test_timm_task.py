@@ -1,4 +1,4 @@
-"""timm: its task and training script, exact losses, checkpoints, and two ranks."""
+"""timm: its task and training script, losses, checkpoints, and two ranks."""
 
 import argparse
 import os

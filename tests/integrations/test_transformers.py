@@ -1,4 +1,4 @@
-"""Trainer of transformers: exact losses, steps, checkpoints, refusals, and two ranks."""
+"""Trainer of transformers: losses, steps, checkpoints, errors, and two ranks."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ CHEAP = {"lambda_0": 2.0, "covariance": "identity", "ramp": "constant"}
 
 
 class Tokens(Dataset):
-    """Sequences with a label for each token, of which a varying number is ignored."""
+    """Sequences with a label for each token, with a varying number of ignored ones."""
 
     def __init__(self, size: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -119,14 +119,14 @@ def whole(tmp_path_factory) -> dict[str, Any]:
 
 
 def test_trainer_with_accumulation(whole, tmp_path):
-    """The loss of four batches of 2 is that of one of 8, and not four times as large."""
+    """The loss of four batches of 2 equals that of one of 8, and is not four times as large."""
     ours = train_tokens(tmp_path / "a", batch_size=2, accumulation=4)
     close(ours["losses"], whole["losses"])
     close(ours["weights"], whole["weights"])
     close(ours["evaluation"], whole["evaluation"])
     assert (whole["total_steps"], ours["total_steps"]) == (2, 8)
     wrong = train_tokens(tmp_path / "b", batch_size=2, accumulation=4, loss="mean")
-    assert wrong["losses"][0] > 3 * whole["losses"][0]  # the defect that loss_func mends
+    assert wrong["losses"][0] > 3 * whole["losses"][0]  # loss_func prevents this
 
 
 @pytest.mark.ddp
@@ -153,7 +153,7 @@ def test_trainer_resumes_on_two_ranks(tmp_path):
 
 @pytest.mark.ddp
 def test_trainer_resumes_with_sharded_statistics(tmp_path):
-    """Each rank has a file of its own."""
+    """Each rank has its own file."""
     records = on_two_ranks(_resume_sharded_on_ranks, tmp_path)
     for record in records:
         close(record["resumed"]["state"], record["whole"]["state"])
@@ -180,7 +180,7 @@ SAVE = {"save_strategy": "steps", "save_steps": 2}
 
 
 def test_trainer_checkpoints(tmp_path):
-    """λ and the statistics go on where they were."""
+    """λ and the statistics continue from the checkpoint."""
     options = {"lambda_0": 2.0}
     whole = train_tokens(tmp_path / "run", options=options, **SAVE)
     assert whole["total_steps"] == whole["state"]["criterion.step"] == 8
@@ -213,7 +213,7 @@ def test_trainer_checkpoint_in_another_folder(tmp_path):
 
 
 def test_trainer_checkpoints_on_each_node(tmp_path):
-    """A node without the first rank writes, too, if the Trainer does."""
+    """Nodes without the first rank also save it if the Trainer saves there."""
     transformers = pytest.importorskip("transformers")
     from isda.integrations.transformers import ISDACallback
 
@@ -226,7 +226,7 @@ def test_trainer_checkpoints_on_each_node(tmp_path):
 
 
 def test_trainer_trains_twice(tmp_path):
-    """Each training has a ramp of its own, also if ``auto_find_batch_size`` starts it again."""
+    """Each call of train() restarts the ramp, as does ``auto_find_batch_size``."""
     pytest.importorskip("transformers")
     ours = train_tokens(tmp_path, options={"lambda_0": 2.0}, then_epochs=3)
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 24
@@ -236,7 +236,7 @@ def test_trainer_trains_twice(tmp_path):
 
 
 def test_trainer_whose_loss_is_another(tmp_path):
-    """What would train silently with another loss than was asked for."""
+    """Configurations that would silently train with another loss."""
     transformers = pytest.importorskip("transformers")
     from isda.integrations.transformers import ISDACallback
 
@@ -287,7 +287,7 @@ def test_loss_func_finds_the_logits(wrap):
 
 @pytest.mark.parametrize("kind", ["probabilities", "labels", "maps", "plain", "tokens"])
 def test_loss_func_divides_by_what_the_trainer_counts(kind):
-    """``labels.ne(-100).sum()`` counts the probabilities of all classes, too."""
+    """``labels.ne(-100).sum()`` counts the probabilities of all classes."""
     loss_func = pytest.importorskip("isda.integrations.transformers").loss_func
     options = {"lambda_0": 1.0, "ramp": "constant"}
     model, x = nn.Linear(A, C), torch.randn(6, A)
@@ -320,7 +320,7 @@ def test_loss_func_divides_by_what_the_trainer_counts(kind):
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("soft", [False, True])
 def test_loss_func_with_as_many_tokens_as_classes(soft, train):
-    """Also in the first call, which may be an evaluation."""
+    """Even in the first call, which may be an evaluation."""
     loss_func = pytest.importorskip("isda.integrations.transformers").loss_func
     model = nn.Linear(A, C).train(train)
     criterion = isda.attach(model, lambda_0=0.0, total_steps=5)

@@ -1,4 +1,4 @@
-"""What the tests of attach share: a model, its batch, options, and another criterion."""
+"""Helpers for the tests of attach: a model, its batch, options, and another criterion."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def options(**changes) -> dict:
 
 
 class LargestFeature(nn.Module):
-    """Some other loss with the same call: cross entropy and a term that pulls on the features."""
+    """Another loss with the same signature: cross entropy and a penalty on the features."""
 
     def forward(self, features, weight, target, *, bias=None, logits=None, scale=1.0) -> Tensor:
         return F.cross_entropy(logits, target) + scale * features.square().sum()

@@ -1,4 +1,4 @@
-"""What the tests of the options of ISDALoss share: criteria, inputs, and naive bounds."""
+"""Helpers for the tests of the options of ISDALoss: criteria, inputs, and naive bounds."""
 
 import pytest
 import reference

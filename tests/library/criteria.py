@@ -1,4 +1,4 @@
-"""What the tests of ISDALoss share: batches, criteria, comparisons of their state."""
+"""Helpers for the tests of ISDALoss: batches, criteria, comparisons of their state."""
 
 import pytest
 import reference
@@ -76,7 +76,7 @@ def close(found: Tensor, expected: Tensor, *, tolerance: float = TOLERANCE) -> N
 
 
 def assert_same(found: nn.Module, expected: nn.Module) -> None:
-    """The same buffers, bit for bit on a CPU; a GPU adds in any order."""
+    """The same buffers, bitwise on a CPU; on a GPU the order of additions varies."""
     if next(found.buffers()).device.type == "cpu":
         assert_bits(found, bits(expected))
     for left, right in zip(found.buffers(), expected.buffers(), strict=True):

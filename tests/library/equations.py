@@ -1,4 +1,4 @@
-"""What the tests of the functional forms share: shapes, the forms by structure, and tolerances.
+"""Helpers for the tests of the functional forms: shapes, structures and tolerances.
 
 The tolerances: float64 runs are held to 1e-10, far above its rounding and far below anything else;
 float32 runs to 2e-5 of the largest value, that is 2⁻²⁴ ≈ 6e-8 for each of the up to 13·13 terms of
@@ -60,7 +60,7 @@ def library(structure: str, covariance: Tensor) -> Callable[[Tensor, Tensor], Te
 
 
 def matrices(structure: str, covariance: Tensor) -> list[Tensor]:
-    """The Σ_c that the structure stands for."""
+    """The matrices Σ_c of a structure."""
     if structure == "diagonal":
         return reference.variance_matrices(covariance.diagonal(dim1=1, dim2=2))
     if structure == "shared":
@@ -75,7 +75,7 @@ def leaf(*tensors: Tensor) -> list[Tensor]:
 
 
 def as_kind(target: Tensor, classes: int, kind: str, real: torch.dtype) -> Tensor:
-    """Class indices as they are, with the samples of class 1 ignored, or as probabilities."""
+    """Class indices as they are, with class 1 ignored, or as probabilities."""
     if kind == "soft":
         generator = torch.Generator().manual_seed(3)
         logits = torch.randn(len(target), classes, generator=generator, dtype=torch.float64)

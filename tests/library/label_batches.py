@@ -1,4 +1,4 @@
-"""What the tests of several labels share: criteria and batches."""
+"""Helpers for the tests of multi-label targets: criteria and batches."""
 
 from typing import Any
 

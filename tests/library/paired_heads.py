@@ -1,4 +1,4 @@
-"""What the tests of reshaped logits share: a head, what follows it, and the explicit loss."""
+"""Helpers for the tests of reshaped logits: a head, what follows it, and the explicit loss."""
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class Then(nn.Module):
 
 
 def check(model, head, features, target, rows, target_rows, device, **options):
-    """Two steps equal the explicit loss of rows of features: loss, gradients and statistics."""
+    """Compare two steps with the explicit loss on rows: loss, gradients and statistics."""
     criterion = attach(model, head=head, **OPTIONS, **options)
     explicit = ISDALoss(A, C, **OPTIONS, **options).to(device)
     weight = head.weight.flatten(1)

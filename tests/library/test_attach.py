@@ -1,4 +1,4 @@
-"""``isda.attach``: the same loss as an explicit call, on anybody's model."""
+"""``isda.attach``: the same loss as an explicit call, for models of several libraries."""
 
 import copy
 
@@ -18,7 +18,7 @@ images, model, target = attached.images, attached.model, attached.target
 
 
 class TokenClassifier(nn.Module):
-    """A label for every token: logits (N, L, C) of a linear head, transposed for the loss."""
+    """Token classifier: logits (N, L, C) of a linear head, transposed for the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_equals_the_explicit_call(name, device, target):
     head = find_head(model)
     explicit = ISDALoss(head.in_features, C, **options()).to(device)
     assert not list(criterion.parameters())
-    assert list(model.state_dict()) == list(state)  # checkpoints are as before
+    assert list(model.state_dict()) == list(state)  # checkpoints do not change
     # cuDNN may take another algorithm, with TF32 products, for the second of two equal networks
     tolerance = {} if device.type == "cpu" else {"rtol": 1e-2, "atol": 1e-3}
     captured: list[Tensor] = []
@@ -143,7 +143,7 @@ def test_convolution_as_head(soft, device):
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_token_classification(soft, device):
-    """A linear head on (N, L, A), its logits in torch's order (N, C, L)."""
+    """A linear head on (N, L, A) with logits in torch's order (N, C, L)."""
     model = TokenClassifier().to(device)
     criterion = attach(model, **options())
     explicit = ISDALoss(4, C, **options()).to(device)
@@ -174,7 +174,7 @@ def test_autocast(model, images, target, device):
 
 
 def test_pooled_features_of_a_convolution(target, device):
-    """As some models of timm end: a 1×1 convolution, flattened behind it."""
+    """A 1×1 convolution followed by flatten, as in some timm models."""
     body, head = nn.Sequential(nn.Conv2d(3, 4, 2), nn.AdaptiveAvgPool2d(1)), nn.Conv2d(4, C, 1)
     model = nn.Sequential(body, head, nn.Flatten()).to(device)
     criterion = attach(model, head=head, **options())
@@ -215,7 +215,7 @@ def test_tokens_keep_their_shape_without_reduction(device):
 
 
 def test_evaluation_of_half_precision_logits(device):
-    """A sum of 60,000 losses does not fit into float16."""
+    """The sum of 60,000 losses overflows float16."""
     model = nn.Linear(4, 3).to(device)
     criterion = isda.attach(model, ramp="constant")
     model.eval()

@@ -1,4 +1,4 @@
-"""Passes with other parameters than the model's own, by ``torch.func.functional_call``."""
+"""Forward passes with ``torch.func.functional_call``."""
 
 import copy
 
@@ -92,7 +92,7 @@ def test_an_inner_step_is_differentiable(device):
 
 
 def test_the_parameters_of_a_pass_are_used_once(device):
-    """The next pass is one of the model itself."""
+    """The next pass uses the model's own parameters again."""
     torch.manual_seed(0)
     model, twin = (nn.Linear(A, C).to(device) for _ in range(2))
     twin.load_state_dict(model.state_dict())
@@ -109,7 +109,7 @@ def test_the_parameters_of_a_pass_are_used_once(device):
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("change", [parametrize_by_tanh, prune_half])
 def test_a_head_whose_weight_or_bias_is_computed(change, name, device):
-    """It is no parameter: the loss takes what the layer computes from others."""
+    """It is not a parameter: the loss uses the value that the layer computes."""
     torch.manual_seed(0)
     model = nn.Linear(A, C).to(device)
     change(model, name)

@@ -1,4 +1,4 @@
-"""The life of a model around an attached criterion: modes, copies, moves, checkpoints, hooks."""
+"""Attached criteria and their models: modes, copies, devices, checkpoints, hooks."""
 
 import copy
 import io
@@ -27,7 +27,7 @@ def test_model_in_eval_mode_means_cross_entropy(model, images, target):
     logits = model(images)
     expected = F.cross_entropy(logits, target, reduction="none", ignore_index=2)
     with pytest.warns(UserWarning, match="in eval mode"):
-        losses = [criterion(logits, target) for _ in range(2)]  # nothing to be used once
+        losses = [criterion(logits, target) for _ in range(2)]  # both calls work in eval mode
     torch.testing.assert_close(losses, [expected] * 2)
     model.train()
     logits = model(images)
@@ -49,7 +49,7 @@ def test_validation_clears_what_was_captured(model, images, target):
 def test_copies_and_pickles_with_a_capture_pending(model, images, target):
     criterion = attach(model, **options())
     logits = model(images)
-    twin = copy.deepcopy(model)  # such as an average of the weights
+    twin = copy.deepcopy(model)  # as for weight averaging
     thawed = pickle.loads(pickle.dumps(model))
     file = io.BytesIO()
     torch.save(model, file)
@@ -63,7 +63,9 @@ def test_copy_of_model_and_criterion_together(model, images, target):
     criterion = attach(model, **options())
     criterion(model(images), target)
     other_model, other_criterion = copy.deepcopy((model, criterion))
-    loss = other_criterion(other_model(images), target)  # a pass of the copy, not of the original
+    loss = other_criterion(
+        other_model(images), target
+    )  # uses the pass of the copy, not of the original
     torch.testing.assert_close(loss, criterion(model(images), target))
     with pytest.raises(ValueError, match="its last pass has already been used"):
         criterion(other_model(images), target)
@@ -122,7 +124,7 @@ def test_the_hook_goes_with_the_criterion(model, images):
     criterion = attach(model, **options())
     model(images)
     assert hooks(model) == 1
-    criterion = attach(model, **options())  # and the first one is gone
+    criterion = attach(model, **options())  # the first one is deleted
     assert hooks(model) == 1
     for duplicate in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
         other, its_own = duplicate((model, criterion))
@@ -135,7 +137,7 @@ def test_the_hook_goes_with_the_criterion(model, images):
 
 
 def test_head_that_is_computed_once_more(images, target, device):
-    """A checkpoint computes it again within backward(): nothing new to be used."""
+    """Gradient checkpointing recomputes it within backward(), which captures nothing."""
     model = sequential().to(device)
     criterion = attach(model, **options())
     logits = checkpoint(model, images, use_reentrant=False)
@@ -148,7 +150,7 @@ def test_head_that_is_computed_once_more(images, target, device):
 
 
 def test_training_in_eval_mode_warns_once(model, images, target):
-    """As with frozen batch norm: it would be cross entropy without a word."""
+    """As with frozen batch norm, where the loss would silently be cross entropy."""
     criterion = attach(model, **options())
     model.eval()
     with torch.no_grad(), warnings.catch_warnings():
@@ -161,7 +163,7 @@ def test_training_in_eval_mode_warns_once(model, images, target):
     criterion.train()
     with pytest.warns(UserWarning, match="ordinary cross entropy without augmentation") as seen:
         criterion(model(images), target)
-    assert seen[0].filename == __file__  # the line of the user, not one of torch
+    assert seen[0].filename == __file__  # the user's line, not one in torch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         criterion(model(images), target)

@@ -1,4 +1,4 @@
-"""Misuse of an attached criterion: logits of another batch or layer, no pass, one used twice."""
+"""Misuse of an attached criterion: logits of another batch or layer, a missing or reused pass."""
 
 import copy
 import re
@@ -16,7 +16,7 @@ images, model, target = attached.images, attached.model, attached.target
 
 
 class HalfLoss(ISDALoss):
-    """A kind of one's own, with its own forward."""
+    """A user-defined subclass that overrides forward()."""
 
     def forward(self, features, weight, target, *, bias=None, logits=None) -> Tensor:
         return super().forward(features, weight, target, bias=bias, logits=logits) / 2
@@ -31,7 +31,7 @@ def test_another_criterion_looks_at_the_logits(kind, model, images, target):
     model(images + 1)
     with pytest.raises(ValueError, match="logits must be the output of the attached layer"):  # noqa: PT012
         criterion(logits, target)
-        criterion.check()  # a GPU tells later
+        criterion.check()  # a GPU reports it later
 
 
 def test_a_capture_is_used_once(model, images, target):
@@ -65,14 +65,14 @@ def test_logits_of_another_batch_size(model, images, target):
 
 
 def check_mismatch(criterion, logits, target, *, deferred: bool) -> None:
-    """Refused at once on a CPU; on a GPU the loss is NaN and the next look raises."""
+    """A CPU raises immediately; on a GPU, the loss is NaN and the next check raises."""
     before = {name: t.clone() for name, t in criterion.criterion.estimator.named_buffers()}
     message = "logits must be the output of the attached layer in the last forward pass"
     if deferred:
         assert criterion(logits, target).isnan()
         with pytest.raises(ValueError, match=message):
             criterion.state_dict()
-        criterion.state_dict()  # told once
+        criterion.state_dict()  # reported only once
     else:
         with pytest.raises(ValueError, match=message):
             criterion(logits, target)
@@ -96,7 +96,7 @@ def test_logits_of_another_batch_of_the_same_size(
 
 
 def test_many_classes_looked_at_later(device, monkeypatch):
-    """Of which the first are compared."""
+    """Only the first classes are compared."""
     if device.type == "cpu":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     model = nn.Linear(4, 100).to(device)
@@ -114,7 +114,7 @@ def test_logits_changed_after_the_head(model, images, target, device):
 
 
 def test_logits_in_another_order(model, images, target, device):
-    """The first sample is where it was."""
+    """The first sample is at its original position."""
     if device.type == "cuda":
         pytest.skip("a GPU compares one sample, and tells later")
     criterion = attach(model, **options())
@@ -124,7 +124,7 @@ def test_logits_in_another_order(model, images, target, device):
 
 @pytest.mark.parametrize("classes", [2, 3])
 def test_small_logits_in_bfloat16_are_no_mismatch(classes, device):
-    """Of many samples some have logits near 0, which are then off by more than their size."""
+    """Some of many samples have logits near 0, whose rounding errors exceed their size."""
     torch.manual_seed(0)
     body = nn.Sequential(nn.Linear(32, 512), nn.ReLU())
     model = nn.Sequential(body, nn.Linear(512, classes)).to(device)
@@ -171,7 +171,7 @@ def test_mixed_up_target(model, images, target):
 
 
 def test_logits_of_a_copy_while_the_attached_model_is_in_eval_mode(model, images, target):
-    """Such as training the restored best copy: the warning says that nothing is augmented."""
+    """Such as the restored best copy: the warning says that nothing is augmented."""
     criterion = attach(model, **options())
     criterion(model(images), target)
     trained = copy.deepcopy(model).train()
@@ -183,7 +183,7 @@ def test_logits_of_a_copy_while_the_attached_model_is_in_eval_mode(model, images
 
 
 def test_a_hook_that_is_called_without_keywords(model, images, target):
-    """As by copies of a layer that do not know with_kwargs, such as those of torch.ao."""
+    """Copies of a layer that ignore with_kwargs, such as those made by torch.ao."""
     criterion = attach(model, **options())
     (hook,) = model[-1]._forward_pre_hooks.values()
     features = model[:-1](images)

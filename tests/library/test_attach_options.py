@@ -1,4 +1,4 @@
-"""Options of attach: the criterion, the head, errors, and what is announced."""
+"""Options of attach: the criterion, the head, errors and warnings."""
 
 import copy
 import functools
@@ -39,7 +39,7 @@ def test_another_criterion_can_be_attached(model, images, target):
 
 
 def test_head_by_hand(images, target, device):
-    """Two layers of C outputs: which one is final must be said."""
+    """Two layers with C outputs: the final one must be specified."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, C), nn.ReLU(), nn.Linear(C, C)).to(device)
     with pytest.raises(
         ValueError,
@@ -52,7 +52,7 @@ def test_head_by_hand(images, target, device):
 
 
 def test_sharded_weight_and_a_criterion(device):
-    """As under ZeRO-3, which empties the weight outside of the forward pass."""
+    """ZeRO-3 leaves an empty weight outside of the forward pass."""
     head = nn.Linear(8, C)
     head.weight.data = torch.empty(0)
     for criterion in (None, ISDALoss(8, C, total_steps=10)):
@@ -119,7 +119,7 @@ def test_strength_and_total_steps_of_a_model():
 
 
 def test_reduction_of_an_attached_criterion(device):
-    """As frameworks set it on ``nn.CrossEntropyLoss``, such as fastai."""
+    """Frameworks such as fastai set it on ``nn.CrossEntropyLoss``."""
     model, plain = nn.Linear(4, 3).to(device), nn.CrossEntropyLoss()
     criterion = attach(model, lambda_0=0.0, ramp="constant")
     x, target = torch.randn(5, 4, device=device), torch.tensor([0, 1, 2, 1, 0], device=device)
@@ -168,7 +168,7 @@ def test_every_option_reaches_the_loss():
 
 
 def test_large_statistics_are_announced():
-    """15.6 GiB for a ResNet-50 with 1000 classes: said before they are allocated."""
+    """15.6 GiB for a ResNet-50 with 1000 classes: the warning precedes the allocation."""
     with torch.device("meta"):
         with pytest.raises(ValueError, match=r"call to_empty\(\) on a model on the meta device"):
             attach(nn.Linear(2048, 1000))
@@ -184,7 +184,7 @@ def test_large_statistics_are_announced():
 
 
 def test_options_beside_a_criterion_where_attach_is_decorated(monkeypatch):
-    """Such as by a library that checks the types of all functions."""
+    """For example by a library that checks the types of all arguments."""
     module, function = sys.modules["isda.attach"], isda.attach
     monkeypatch.setattr(
         module, "attach", functools.wraps(function)(lambda *a, **b: function(*a, **b))

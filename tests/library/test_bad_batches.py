@@ -1,4 +1,4 @@
-"""Bad batches: refused at once on a CPU, masked and reported later where the host does not look."""
+"""Bad batches: an immediate error on a CPU; masked and reported later on a GPU."""
 
 import re
 
@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 
 def spoil(x: Inputs, fault: str) -> tuple[Inputs, str]:
-    """The batch with a fault, and the error that tells of it."""
+    """The batch with a fault, and the expected error message."""
     features, target = x.features.clone(), x.target.clone()
-    if fault in ("nan", "inf", "-1e16"):  # the square of the last does not fit, summed up
+    if fault in ("nan", "inf", "-1e16"):  # the sum of squares of -1e16 overflows
         features[3, 2] = float(fault)
         return x._replace(features=features), "features must be finite: found NaN or magnitudes"
     if fault == "soft":
@@ -37,7 +37,7 @@ def test_bad_batch_on_a_cpu_raises_at_once(fault, structure):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(criterion, bad)
     assert_bits(criterion, before)
-    call(criterion, batch(device))  # goes on
+    call(criterion, batch(device))  # training continues
 
 
 def test_overflow_on_a_cpu_raises_at_once():
@@ -49,7 +49,7 @@ def test_overflow_on_a_cpu_raises_at_once():
 @faults
 @structures
 def test_bad_batch_is_masked_where_the_host_does_not_look(fault, structure, device, monkeypatch):
-    """On a GPU for real; on a CPU the code is told that it is being compiled."""
+    """Deferred errors; on a CPU, is_compiling() is patched to return True."""
     if device.type == "cpu":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     class_weight = torch.ones(C) if structure == "shared" else None
@@ -68,7 +68,7 @@ def test_bad_batch_is_masked_where_the_host_does_not_look(fault, structure, devi
     assert_bits(criterion, before)
     with pytest.raises(ValueError, match=re.escape(message)):
         criterion.state_dict()
-    assert set(criterion.state_dict()) == set(clean.state_dict())  # told once, then goes on
+    assert set(criterion.state_dict()) == set(clean.state_dict())  # reported once
     criterion.check()
     close(*(call(each, batch(device, seed=2)) for each in (criterion, clean)))
     assert_same(criterion, clean)
@@ -76,7 +76,7 @@ def test_bad_batch_is_masked_where_the_host_does_not_look(fault, structure, devi
 
 @structures
 def test_large_features_do_not_spoil_the_statistics(structure, device):
-    """The largest that are taken, in every sample."""
+    """The largest accepted features, in every sample."""
     criterion = make(device, covariance=structure, ramp="constant")
     x = batch(device)
     huge = torch.full_like(x.features, 0.99e15)
@@ -97,7 +97,7 @@ def test_problem_stays_until_someone_looks(device, monkeypatch):
 
 
 def test_values_of_ignored_samples_do_not_matter_to_statistics(device):
-    """The statistics leave ignored samples out, whatever their features are."""
+    """Ignored samples do not enter the statistics, whatever their features are."""
     x = batch(device)
     target = x.target.clone()
     target[0] = -100

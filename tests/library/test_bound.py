@@ -131,7 +131,7 @@ def gradcheck_loss(
 @structures
 @pytest.mark.parametrize("kind", ["index", "soft"])
 def test_isda_loss_under_torch_func(structure, kind, device):
-    """The gradient of each sample, all in one vmap, against a loop."""
+    """Per-sample gradients by vmap, against a loop."""
     x = draw(5, 4, 3, device=device)
     target = as_kind(x.target, 4, kind, torch.float64)
     quadratic = library(structure, x.covariance)
@@ -203,7 +203,7 @@ def test_rows_of_the_weight_gradient_sum_to_zero(structure, device):
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_erratum_of_equation_13(classes, device):
-    """The printed row j = y_i holds for two classes and no more; ours is the corrected one."""
+    """The printed row j = y_i is correct only for two classes; the corrected one always is."""
     x = draw(1, classes, 3, device=device)
     (weight,) = leaf(x.weight)
     quadratic = library("full", x.covariance)
@@ -239,7 +239,7 @@ def test_soft_loss_of_bfloat16_logits(device):
 
 
 def test_soft_loss_of_logits_with_an_offset(device):
-    """It changes nothing; in float32 the margins must not be lost in it."""
+    """An offset changes nothing; in float32, the margins must not cancel."""
     x = draw(6, 5, 4, dtype=torch.float32, device=device)
     target = torch.randn(6, 5, device=device).softmax(1)
     gradients = []

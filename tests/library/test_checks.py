@@ -1,4 +1,4 @@
-"""What ``isda.checks`` finds wrong with logits."""
+"""``isda.checks``: logits that do not match the features."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_logits_differ(shape, dtype, device):
     inputs, weight, bias = (
         torch.randn(size, generator=generator) for size in ((2, width), (classes, width), classes)
     )
-    bias *= width**0.5  # else too small compared to rounding
+    bias *= width**0.5  # otherwise too small compared to rounding errors
     right, biased = F.linear(inputs, weight), F.linear(inputs, weight, bias)
     for offset, logits, expected in (
         (None, right[:1], False),
@@ -31,7 +31,7 @@ def test_logits_differ(shape, dtype, device):
 
 
 def test_one_wrong_row_among_larger_ones(device):
-    """Every row is compared relative to its own size."""
+    """Each row is compared relative to its own norm."""
     generator = torch.Generator().manual_seed(0)
     features, weight = (torch.randn(size, generator=generator) for size in ((9, 7), (13, 7)))
     features[3] /= 1000

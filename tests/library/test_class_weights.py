@@ -77,7 +77,7 @@ def test_gradient_of_a_weighted_smoothed_loss(device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("train", [False, True])
 def test_class_weights_of_another_dtype(dtype, train, device):
-    """Summed in float64: 70,000 weights do not fit into float16."""
+    """Summed in float64, because the sum of 70,000 weights overflows float16."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(70_000, A, generator=generator).to(device)
     target = torch.randint(C, (70_000,), generator=generator).to(device)

@@ -80,7 +80,7 @@ def test_model_alone(structure, device):
 
 
 def test_attached_to_a_compiled_model(device):
-    """``attach`` finds the head behind ``torch.compile``, too."""
+    """``attach`` finds the head of a compiled model."""
     model, _ = make(device, "full")
     plain = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -127,7 +127,7 @@ def test_bad_batch_is_told_later(device):
 
 
 def test_one_graph_for_all_steps(device):
-    """The growing step count and λ do not make a new graph."""
+    """A growing step count and λ cause no recompilation."""
     model, criterion = make(device, "full", total_steps=5)
     step = whole_step("aot_eager")(model, criterion)
     x, target = batches(device)[0]

@@ -28,7 +28,7 @@ every = pytest.mark.parametrize("kind", ALL)
 
 
 def stream(device: torch.device, *, batches: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """Batches of 7 samples of 13 classes, the last of them with samples to be left out."""
+    """Batches of 7 samples of 13 classes, the last one with skipped samples."""
     drawn = [draw(7, 13, 5, seed=s, dtype=torch.float32, device=device) for s in range(batches)]
     drawn[-1].target[:2] = -1
     return [(x.features, x.target) for x in drawn]
@@ -54,7 +54,7 @@ def assert_bits(module: nn.Module, expected: dict[str, Tensor]) -> None:
 
 
 def assert_same(found: nn.Module, expected: nn.Module) -> None:
-    """The same buffers, bit for bit on a CPU; a GPU adds in any order."""
+    """The same buffers, bitwise on a CPU; on a GPU the order of additions varies."""
     if next(found.buffers(), torch.empty(0)).device.type == "cpu":
         assert_bits(found, bits(expected))
     for left, right in zip(found.buffers(), expected.buffers(), strict=True):
@@ -110,7 +110,7 @@ def test_quadratic_uses_the_statistics(kind, device):
 @every
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_features_and_weights_of_half_precision(kind, half, device):
-    """Statistics and quadratic are float32: of rounded inputs, with no rounding of their own."""
+    """Statistics and quadratic are float32: only the inputs are rounded."""
     low, single = kind(5, 13).to(device), kind(5, 13).to(device)
     for features, target in stream(device):
         low.update(features.to(half), target)
@@ -179,7 +179,7 @@ def test_made_without_memory(kind, device):
 
 @with_state
 def test_checkpoint_in_the_middle(kind, device):
-    """Saved, loaded with weights_only and gone on with: the same bits as without the break."""
+    """Saving, loading with weights_only and continuing gives bitwise the same result."""
     batches = stream(device)
     estimator = kind(5, 13, decay=0.9).to(device)
     for batch in batches[:2]:
@@ -243,7 +243,7 @@ def test_features_of_another_width(kind, device):
 
 @with_state
 def test_checkpoint_of_another_dtype(kind, device):
-    """What is loaded becomes float32, assigned or copied."""
+    """Loaded covariances become float32, whether assigned or copied."""
     expected = trained(kind, device)
     state = {name: t.half() if t.is_floating_point() else t for name, t in bits(expected).items()}
     for assign in (False, True):
@@ -270,7 +270,7 @@ def test_damaged_checkpoint(kind, fault, device):
 
 @with_state
 def test_millions_of_samples(kind, device):
-    """As of the pixels of dense prediction: float32 sums, one by one, would stop growing."""
+    """As in dense prediction: a running float32 sum would stop growing."""
     generator = torch.Generator().manual_seed(0)
     features = 0.1 + 0.001 * torch.randn(1_000_000, 5, generator=generator).to(device)
     estimator = kind(5, 13).to(device)
@@ -305,7 +305,7 @@ def test_estimator_and_function_agree(diagonal, device):
 
 @with_state
 def test_statistics_keep_no_graph(kind, device):
-    """Nothing is held of the features' graph, and they get no gradient through the statistics."""
+    """The statistics keep no autograd graph and give the features no gradient."""
     x = draw(7, 13, 5, dtype=torch.float32, device=device)
     features, weight = x.features.requires_grad_(), x.weight.requires_grad_()
     estimator = kind(5, 13).to(device)

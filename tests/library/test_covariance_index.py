@@ -33,7 +33,7 @@ def test_gradient_with_a_covariance_index(structure, device):
 
 @structures
 def test_two_losses_with_a_covariance_index(structure, device):
-    """The second one updates the statistics before the first one's backward pass."""
+    """The second loss updates the statistics before the backward pass of the first."""
     x = inputs(device)
     criterion = ISDALoss(1, C, covariance=structure, ramp="constant").to(device)
     weight = x.weight[:, :1].clone().requires_grad_()

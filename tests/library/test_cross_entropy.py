@@ -1,4 +1,4 @@
-"""Cross entropy of the functional forms is torch's: reductions, targets, weights, smoothing."""
+"""The functional cross entropy equals torch's: reductions, targets, weights, smoothing."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_cross_entropy_is_that_of_torch(reduction, kind, device):
     options = {"ignore_index": 1, "reduction": reduction}
     found = functional.cross_entropy(logits, target, **options)
     if kind == "soft":
-        del options["ignore_index"]  # torch refuses it
+        del options["ignore_index"]  # torch rejects it
     close(found, F.cross_entropy(logits, target, **options).cpu(), tolerance=1e-14)
 
 

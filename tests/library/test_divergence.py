@@ -1,4 +1,4 @@
-"""A training that diverges through the quadratic term says so, and ``max_shift`` prevents it."""
+"""Divergence through the quadratic term raises an error, and ``max_shift`` prevents it."""
 
 import copy
 import re
@@ -31,7 +31,7 @@ def weight(device: torch.device, size: float) -> Tensor:
 
 
 def error_of(criterion: nn.Module, head: Tensor, device: torch.device) -> FloatingPointError:
-    """On a CPU of the call, on a GPU of the next check, after other steps."""
+    """A CPU raises in the same call, a GPU in the next check, after further steps."""
     features, target = batch(device)
 
     def steps() -> None:
@@ -57,19 +57,19 @@ def test_a_loss_that_is_not_finite(covariance, reduction, device):
     strength, quadratic = map(float, MESSAGE.match(str(error)).groups())
     assert strength == 0.2  # λ₀ · 4/10
     assert quadratic > 1e37
-    criterion.check()  # once
+    criterion.check()  # reported only once
     criterion.state_dict()
     copy.deepcopy(criterion)  # keeps no graph
 
 
 def test_options_that_have_no_kernel(device):
     criterion = ISDALoss(A, C, ramp="constant", lambda_0=0.3, weight=torch.ones(C)).to(device)
-    criterion.half()  # of a model in half precision
+    criterion.half()  # as a part of a model in half precision
     assert "at λ = 0.3," in str(error_of(criterion, weight(device, 1e20), device))
 
 
 def test_cross_entropy_may_be_infinite(device):
-    """At λ = 0, where ISDA has no part in it, the loss is that of torch."""
+    """At λ = 0, the loss is torch's, so it may be infinite."""
     criterion = ISDALoss(A, C, total_steps=10).to(device)
     features, target = batch(device)
     logits = torch.zeros(20, C, device=device)
@@ -134,7 +134,7 @@ def two_ranks(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.ddp
 def test_all_ranks_raise(tmp_path):
-    """First because of the second rank, later because of the first."""
+    """First caused by the second rank, then by the first."""
     other = "ValueError: the loss on another rank is no longer finite"
     own = "FloatingPointError: the loss is no longer finite"
     first, second = results_of(two_ranks, 2, tmp_path)
@@ -185,7 +185,7 @@ def test_a_limit_that_is_not_positive(max_shift):
 
 
 def test_a_training_that_would_diverge(device):
-    """Features of about 30 and a learning rate of 0.1: the curvature λ Σ is too large for it."""
+    """With features of about 30, the curvature λ Σ is too large for a learning rate of 0.1."""
     generator = torch.Generator().manual_seed(0)
     centres = 18 * torch.randn(C, 16, generator=generator)
     losses = {}

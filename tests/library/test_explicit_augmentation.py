@@ -14,7 +14,7 @@ from isda import functional
 
 
 def test_smoothed_loss_bounds_the_monte_carlo_loss(device):
-    """E of the smoothed cross entropy under draws with the covariance of the target."""
+    """Expected smoothed cross entropy under draws with the covariance of the target."""
     x = draw(5, 4, 3, device=device)
     generator = torch.Generator(device).manual_seed(0)
     draws = functional.sample(
@@ -145,7 +145,7 @@ def test_cross_entropy_below_monte_carlo_below_bound(diagonal, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_sample_has_the_dtype_of_the_features(diagonal, dtype, device):
-    """The statistics are float32, whatever the features are."""
+    """The statistics are float32, whatever the dtype of the features."""
     x = draw(3, 4, 3, dtype=torch.float32, device=device)
     covariance = x.covariance.diagonal(dim1=1, dim2=2) if diagonal else x.covariance
     draws = functional.sample(x.features.to(dtype), x.target, covariance, strength=0.3)
@@ -166,7 +166,7 @@ def test_sample_errors(device):
         (x.covariance, -0.5, "strength must be >= 0, got -0.5"),
         (x.covariance[:, :2], 0.5, "covariance must have shape (C, 3, 3) or (C, 3), got (4, 2, 3)"),
     ]
-    if device.type == "cpu":  # a GPU is not waited for
+    if device.type == "cpu":  # no synchronisation with a GPU
         negative = x.covariance[0].abs()
         negative[2, 1] = -0.1
         wrong.append((negative, 0.5, "covariance must contain non-negative variances, got"))

@@ -1,4 +1,4 @@
-"""Which layer is attached, and the reasons given when none can be."""
+"""Which layer is attached, and the errors if there is none."""
 
 import re
 
@@ -31,7 +31,7 @@ class Timm(Backwards):
 
 
 class Wrapper(nn.Module):
-    """As DistributedDataParallel, without a process group."""
+    """Like DistributedDataParallel, but without a process group."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -48,11 +48,11 @@ def test_classifier_of_timm():
     assert find_head(torch.compile(Wrapper(model))) is model.head
     model.get_classifier = nn.Identity  # no linear layer
     for other in (model, Backwards()):
-        assert find_head(other) is other.body  # the last one, for want of better knowledge
+        assert find_head(other) is other.body  # falls back to the last one
 
 
 def test_a_model_with_a_submodule_called_module():
-    """No wrapper, because it has a head of its own."""
+    """Not a wrapper, because it has its own head."""
 
     class Model(Backwards):
         def __init__(self) -> None:
@@ -103,7 +103,7 @@ class NoLogits(nn.Module):
 
 
 def test_a_subclass_with_a_forward_of_its_own_may_have_other_sizes():
-    """As of features that it projects to fewer dimensions first."""
+    """For example because it first projects the features to fewer dimensions."""
 
     class Projected(isda.ISDALoss):
         def forward(self, features, weight, target, *, bias=None, logits=None):
@@ -215,7 +215,7 @@ def test_mistakes_are_named(name):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
 def test_scripted_models():
-    """torch.jit.script takes no hook; the message says what to do, and it works."""
+    """torch.jit.script does not support hooks; the advice in the error message works."""
     model = Backwards()
     criterion = attach(model, head="head", ramp="constant")
     with pytest.raises(AttributeError, match=r"torch\.jit\.script: call criterion\.remove\(\)"):
@@ -239,7 +239,7 @@ def test_swapped_arguments_of_the_criterion():
 
 
 def test_data_parallel_is_refused():
-    """Replicas run in threads, and each holds a part of the batch."""
+    """Replicas run in threads, each with a part of the batch."""
     model = nn.Linear(4, C)
     _criterion = attach(model, ramp="constant")
     replica = model._replicate_for_data_parallel()
@@ -250,7 +250,7 @@ def test_data_parallel_is_refused():
 
 @pytest.mark.parametrize("number", [0, 7])
 def test_sharded_weight_without_a_way_to_gather_it(number):
-    """DeepSpeed ZeRO-3 leaves an empty tensor behind, FSDP1 a part of the weight."""
+    """DeepSpeed ZeRO-3 leaves an empty tensor, FSDP1 a part of the weight."""
     model = nn.Linear(4, C)
     criterion = attach(model, ramp="constant")
     logits = model(torch.randn(3, 4))
@@ -260,7 +260,7 @@ def test_sharded_weight_without_a_way_to_gather_it(number):
 
 
 class Adapted(nn.Module):
-    """As a layer with LoRA in peft."""
+    """Like a layer with LoRA in peft."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class Adapted(nn.Module):
 
 
 class Saved(nn.Module):
-    """As a layer in modules_to_save of peft: a copy is trained in its place."""
+    """Like a layer in modules_to_save of peft, which trains a copy of it."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""ISDALoss: Algorithm 1 against naive loops, its ramp, and cross entropy in evaluation."""
+"""ISDALoss: Algorithm 1 against naive loops, its ramp, and cross entropy in eval mode."""
 
 import pytest
 import reference
@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 @structures
 def test_training_steps_against_the_reference(structure, device, dtype):
-    """Update with the current batch, then the loss, with λ = λ₀ t / T; gradients, too."""
+    """Update with the current batch, then the loss with λ = λ₀ t / T and its gradients."""
     criterion = make(device, covariance=structure, lambda_0=2.0, total_steps=4)
     stream = []
     for step in range(6):  # beyond total_steps, too
@@ -172,7 +172,7 @@ def test_batch_of_ignored_samples_alone(class_weight, device):
 
 
 def test_ramp_per_step(device):
-    """The strength of a step is λ₀ t/T, 0 at first and λ₀ from T on."""
+    """The strength of step t is λ₀ t/T: 0 at first and λ₀ from step T on."""
     criterion = make(device, covariance="identity", lambda_0=3.0, total_steps=4)
     x = batch(device)
     for step in range(7):
@@ -205,7 +205,7 @@ def test_progress_in_place_of_the_count(progress, as_tensor, device):
 
 
 def test_progress_may_have_a_gradient(device):
-    """As for one who learns the strength."""
+    """For a learned strength."""
     criterion = make(device, covariance="identity", lambda_0=3.0, total_steps=None)
     x, step = batch(device), 0.01
     progress = torch.tensor(0.4, dtype=x.features.dtype, device=device, requires_grad=True)
@@ -257,7 +257,7 @@ def test_eval_needs_no_total_steps(device):
 @structures
 @pytest.mark.parametrize("soft", [False, True])
 def test_two_losses_and_one_backward(structure, soft, device):
-    """Two views, or two parts of a batch: the gradient is the sum of both."""
+    """Two views or two parts of a batch: the gradients add up."""
     batches = [batch(device, seed=seed) for seed in range(2)]
     weight = batches[0].weight.clone().requires_grad_()
     gradients = []

@@ -1,4 +1,4 @@
-"""Arguments that ISDALoss refuses: argument, value and expectation; nothing is changed."""
+"""Arguments that ISDALoss rejects: the error names them, and no state is changed."""
 
 import re
 

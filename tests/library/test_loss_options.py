@@ -17,7 +17,7 @@ from isda import ISDALoss
 
 
 def test_attach_and_isdaloss_have_the_same_options():
-    """An editor shows them, and none is forgotten."""
+    """Explicit signatures: editors show all options, and none is missing."""
     ours, theirs = (inspect.signature(f).parameters for f in (isda.attach, ISDALoss))
     options = [name for name in theirs if name not in ("num_features", "num_classes")]
     assert [name for name in ours if name not in ("model", "criterion", "head")] == options
@@ -36,7 +36,7 @@ def test_repr_shows_every_option():
         assert "FullCovariance" in text
         assert "tensor of shape (5,)" in text
 
-    class Constant:  # no module, which would be shown as a child
+    class Constant:  # not a module, which would be shown as a child
         def update(self, features: Tensor, target: Tensor) -> None: ...
 
         def quadratic(self, weight: Tensor, target: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def test_probabilities_that_sum_to_zero_are_refused(device):
 
 
 def test_a_step_makes_few_calls(device):
-    """A reader can follow a step: at most 30 calls of our functions."""
+    """A step is easy to follow: at most 30 calls of our functions."""
     if device.type != "cpu":
         pytest.skip("counts the calls of the plain implementation")
     model = nn.Linear(A, C)
@@ -142,19 +142,19 @@ def test_more_steps_than_total_steps_warn_once(device):
         criterion = kind(A, C, total_steps=2).to(device)
         call = partial(criterion, x.features, x.weight, target)
         if kind is ISDALoss:
-            criterion.update(x.features, target)  # no step
+            criterion.update(x.features, target)  # counts no step
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             call()
             call()
-            for _ in range(3):  # neither is a further step
+            for _ in range(3):  # none of these counts a step
                 call(update=False)
                 criterion.eval()
                 call()
                 criterion.train()
         with pytest.warns(UserWarning, match="has counted 3 steps, more than total_steps=2"):  # noqa: PT031
             call()
-            getattr(criterion, "check", int)()  # a GPU tells later
+            getattr(criterion, "check", int)()  # a GPU reports it later
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             call()

@@ -27,7 +27,7 @@ from isda import ISDALoss, functional
 
 @structures
 def test_checkpoint_in_the_middle(structure, device):
-    """Saved, loaded with weights_only and gone on with: the same bits as without the break."""
+    """Saving, loading with weights_only and continuing gives bitwise the same result."""
     options = {"covariance": structure, "decay": 0.9}
     whole, first, second = (make(device, **options) for _ in range(3))
     losses = [call(whole, batch(device, seed=seed)) for seed in range(4)]
@@ -61,7 +61,7 @@ def test_conversions_lose_no_bits(structure, device):
     criterion = make(device, covariance=structure)
     call(criterion, batch(device))
     before = bits(criterion)
-    del before["overflow"]  # a number for a message
+    del before["overflow"]  # values for an error message
     for convert in (
         lambda m: m.half(),
         lambda m: m.double(),
@@ -115,7 +115,7 @@ class Product:
 
 @structures
 def test_autocast(structure, device):
-    """Statistics and loss are float32 inside autocast, of bfloat16 features and logits."""
+    """Statistics and loss are float32 inside autocast, for bfloat16 features and logits."""
     x = batch(device)
     features = x.features.bfloat16()
     inside, outside = (make(device, covariance=structure, ramp="constant") for _ in range(2))

@@ -26,7 +26,7 @@ def test_batch_moments(shape, real, diagonal, device):
 
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_moments_of_half_precision(diagonal, device):
-    """They are float32 or more: of rounded features, with no rounding of their own."""
+    """They are at least float32: only the features are rounded."""
     x = draw(23, 4, 3, dtype=torch.bfloat16, device=device)
     found = functional.batch_moments(x.features, x.target, 4, diagonal=diagonal)
     _, mean, covariance = reference.class_moments(x.features, x.target, 4)
@@ -74,7 +74,7 @@ def test_merge_moments_is_update_moments(diagonal, decay, device):
 
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_slow_decay_in_float32(diagonal, device):
-    """The share 1 − decay of one sample after many is small, and right to float32's rounding."""
+    """The share 1 − decay of a single sample is small, but accurate to float32 rounding."""
     shape = (2, 1) if diagonal else (2, 1, 1)
     count = torch.tensor([10**9, 0], device=device)
     moments = Moments(count, torch.zeros(2, 1, device=device), torch.zeros(shape, device=device))
@@ -91,7 +91,7 @@ def test_negative_target_is_left_out(diagonal, device):
     target[[0, 3]] = -1
     target[5] = -100
     features = x.features.clone()
-    features[target < 0] = torch.nan  # must not be looked at
+    features[target < 0] = torch.nan  # must not be read
     found = functional.batch_moments(features, target, 4, diagonal=diagonal)
     keep = (target >= 0).cpu()
     expected = reference.class_moments(x.features.cpu()[keep], target.cpu()[keep], 4)
@@ -111,7 +111,7 @@ def test_update_moments_changes_nothing_in_place(device):
 
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_moments_far_from_zero_stay_accurate(diagonal, device):
-    """At mean 30 and standard deviation 0.1 raw second moments lose the covariance in float32."""
+    """At mean 30 and standard deviation 0.1, raw second moments would be inaccurate."""
     generator = torch.Generator().manual_seed(0)
     features = (30 + 0.1 * torch.randn(512, 4, generator=generator)).to(device)
     target = torch.zeros(512, dtype=torch.int64, device=device)
@@ -127,4 +127,4 @@ def test_moments_far_from_zero_stay_accurate(diagonal, device):
     tolerance = 3e-4 * 0.01
     expected = exact.diagonal() if diagonal else exact
     assert (found.covariance[0].cpu() - expected).abs().max() < tolerance
-    assert (raw.cpu() - exact).abs().max() > 3 * tolerance  # the data can tell
+    assert (raw.cpu() - exact).abs().max() > 3 * tolerance  # the test is sensitive to it

@@ -100,7 +100,7 @@ def test_loss_bounds_the_monte_carlo_loss(device):
     )  # fmt: skip
     assert (plain <= explicit + error).all()
     assert (explicit <= bound + error).all()
-    assert (bound[1] > plain[1]).all()  # all labels: it moves
+    assert (bound[1] > plain[1]).all()  # with all labels, the bound is larger
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -122,7 +122,7 @@ def test_ramp_state_and_update(device):
     criterion = make(device, ramp="linear", total_steps=2)
     x, labels = batch(device)
     plain = F.binary_cross_entropy_with_logits(F.linear(x.features, x.weight, x.bias), labels)
-    for update in (False, True):  # also before the first step λ is 0
+    for update in (False, True):  # λ is 0 before the first step
         identity = make(device, ramp="linear", total_steps=2, covariance="identity")
         found = identity(x.features, x.weight, labels, bias=x.bias, update=update)
         torch.testing.assert_close(found, plain)
@@ -149,7 +149,7 @@ def test_ramp_state_and_update(device):
 
 
 def test_options_reach_the_statistics(device):
-    """Labels are probabilities above 0.5; decay weighs recent samples."""
+    """Probabilities above 0.5 count as labels; decay weights recent samples."""
     x, labels = batch(device)
     plain, decayed, soft = (make(device, decay=decay) for decay in (1.0, 0.5, 1.0))
     for criterion in (plain, decayed):
@@ -196,7 +196,7 @@ def test_attached_to_a_model(device):
 
 
 def test_half_precision(device):
-    """Statistics and loss are float32, of rounded features and logits, with or without autocast."""
+    """Statistics and loss are float32 for half-precision inputs, with or without autocast."""
     x, labels = batch(device)
     features, weight = x.features.bfloat16(), x.weight.bfloat16()
     logits = F.linear(features, weight)
@@ -223,7 +223,7 @@ def test_double_precision(device):
 
 
 def train(model: nn.Module, rank: int | None, *, compiled: bool = False) -> dict[str, Any]:
-    """Two steps on this rank's part of uneven batches, or on all of them."""
+    """Two steps on this rank's part of uneven batches, or on the whole batches."""
     criterion = isda.attach(model, ISDABCEWithLogitsLoss(A, C, lambda_0=1.0, ramp="constant"))
     function = torch.compile(criterion, backend="eager") if compiled else criterion
     record: dict[str, Any] = {"losses": [], "gradients": []}
@@ -261,7 +261,7 @@ def work(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.ddp
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    """With torch.compile, too, which breaks the graph."""
+    """Also with torch.compile, which breaks the graph."""
     ranks, expected = results_of(work, 2, tmp_path), train(make_model(), None)
     for compiled in (False, True):
         found = [record[compiled] for record in ranks]
@@ -275,7 +275,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", ["weight", "pos_weight"])
 @pytest.mark.parametrize("positions", [(C,), (4,), (3, C)], ids=str)
 def test_weights_in_eval_mode_are_for_the_classes(positions, option):
-    """Not for the positions of tokens, whose number may be that of the classes."""
+    """Not for the positions of tokens, whose number may equal that of the classes."""
     head = nn.Linear(A, C)
     weight = torch.rand(C) + 0.5
     loss = ISDABCEWithLogitsLoss(A, C, total_steps=5, **{option: weight})

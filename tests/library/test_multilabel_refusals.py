@@ -1,4 +1,4 @@
-"""What ISDABCEWithLogitsLoss refuses, without a change: checkpoints, arguments, batches."""
+"""ISDABCEWithLogitsLoss rejects bad checkpoints, arguments and batches without side effects."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_refused_checkpoint_changes_nothing(device):
 
 @pytest.mark.parametrize("option", ["weight", "pos_weight"])
 def test_grow_with_weights_of_the_classes(option, device):
-    """Refused at once, not in the next step."""
+    """An immediate error, not one in the next step."""
     criterion = make(device, **{option: torch.ones(C)})
     criterion.grow(C)  # nothing changes
     with pytest.raises(ValueError, match="grow needs a criterion without"):
@@ -33,14 +33,14 @@ def test_grow_with_weights_of_the_classes(option, device):
 
 
 def test_overflow_names_the_largest_term(device):
-    """Not NaN, as the product of an infinite term and a label that is 0."""
+    """Not NaN, the product of an infinite term and a label of 0."""
     x, labels = batch(device)
     with pytest.raises(FloatingPointError, match="with a quadratic term of inf:"):
         make(device)(x.features, 1e20 * x.weight, labels)
 
 
 def test_binary_cross_entropy_may_be_infinite(device):
-    """At λ = 0, where ISDA has no part in it, the loss is that of torch."""
+    """At λ = 0, the loss is torch's, so it may be infinite."""
     x, labels = batch(device)
     infinite = torch.full_like(labels, torch.inf)
     loss = make(device, lambda_0=0.0)(x.features, x.weight, 0 * labels, logits=infinite)

@@ -1,4 +1,4 @@
-"""The operators against ``isda.functional``: values, gradients, fakes; what is never computed."""
+"""The operators against ``isda.functional``: values, gradients, fakes, memory."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 def inputs(
     shape: tuple[int, int, int], device: torch.device, *, diagonal: bool = False
 ) -> tuple[Moments, Tensor, Tensor, Tensor]:
-    """Statistics as if of earlier batches, and a batch of which some samples are skipped."""
+    """Statistics of earlier batches, and a batch with some skipped samples."""
     samples, classes, width = shape
     x = draw(*shape, device=device)
     target = x.target.clone()
@@ -75,7 +75,7 @@ def test_quadratic_and_its_gradient(shape, fused, device):
 
 
 def test_fewer_covariances_than_classes(device):
-    """As on one of several ranks: the statistics of the first classes only."""
+    """Statistics of only the first classes, as on one of several ranks."""
     moments, _, target, weight = inputs((23, 5, 4), device)
     found = ops.full_quadratic(
         weight, torch.where(target < 3, target, -1), moments.covariance[:3], "high"
@@ -87,7 +87,7 @@ def test_fewer_covariances_than_classes(device):
 
 
 def test_absent_classes_cost_nothing(device):
-    """Their covariances are not even read: NaN in them does no harm and stays where it was."""
+    """Covariances of absent classes are not read: NaN in them has no effect and remains."""
     x = draw(7, 13, 5, dtype=torch.float32, device=device)
     present = torch.zeros(13, dtype=torch.bool)
     present[x.target.cpu()] = True
@@ -109,7 +109,7 @@ def test_absent_classes_cost_nothing(device):
 
 
 class Shapes(TorchDispatchMode):
-    """Shapes of all tensors that are created, inside the library's own operators, too."""
+    """Shapes of all tensors that are created, also inside the library's own operators."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_backward_keeps_one_product(device):
 
 
 def test_second_derivatives_raise(device):
-    """They would be wrong, because the products are saved without a graph."""
+    """Second derivatives would be wrong, because the products are saved without a graph."""
     x = draw(7, 5, 4, dtype=torch.float32, device=device)
     weight = x.weight.clone().requires_grad_()
     value = ops.full_quadratic(weight, x.target, x.covariance, "high")
@@ -176,7 +176,7 @@ def test_second_derivatives_raise(device):
 
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_operators_are_registered_correctly(diagonal, device):
-    """Schema, fake and autograd of each operator, by torch's own check."""
+    """Schema, fake and autograd of each operator, by torch.library.opcheck."""
     moments, features, target, weight = inputs((7, 13, 5), device, diagonal=diagonal)
     single = [t.float() if t.is_floating_point() else t.clone() for t in moments]
     features, weight = features.float(), weight.float()

@@ -1,4 +1,4 @@
-"""Estimators of one's own: any object with update and quadratic."""
+"""User-defined estimators: any object with update() and quadratic()."""
 
 import pytest
 import reference
@@ -10,7 +10,7 @@ from isda import FullCovariance, ISDALoss
 
 
 class Isotropic:
-    """Neither a module nor a Covariance: two methods are enough."""
+    """Neither an nn.Module nor a Covariance: two methods are enough."""
 
     def __init__(self) -> None:
         self.batches = []
@@ -47,7 +47,7 @@ def test_estimator_of_ones_own(device):
 
 @pytest.mark.parametrize("method", ["__call__", "update"])
 def test_a_bad_batch_does_not_reach_an_estimator_of_ones_own(method: str, device) -> None:
-    """It may multiply the features of skipped samples by 0, which leaves NaN."""
+    """It may multiply the features of skipped samples by 0, but 0 · NaN is NaN."""
     x = batch(device)
     estimator = Isotropic()
     criterion = make(device, covariance=estimator, ramp="constant")
@@ -77,7 +77,7 @@ def test_estimator_object_is_used_as_it_is(device):
 
 @pytest.mark.parametrize("method", ["update", "quadratic"])
 def test_subclass_of_an_estimator_with_a_method_of_its_own(method: str) -> None:
-    """The two methods are what an estimator is: doing both at once must not pass them by."""
+    """The fused update must not bypass methods that a subclass overrides."""
     called = []
 
     def own(self, *arguments):

@@ -1,4 +1,4 @@
-"""Logits that the model has reshaped or picked after its final layer: tokens, rows, maps."""
+"""Logits that the model reshapes or selects after its final layer: tokens, rows, maps."""
 
 import copy
 import re
@@ -17,7 +17,7 @@ from isda import ISDALoss, attach, checks
 @pytest.mark.parametrize("classes_last", [True, False])
 @pytest.mark.parametrize("soft", [True, False])
 def test_tokens(length, classes_last, soft, device):
-    """Logits (N, L, C) as in transformers and (N, C, L) as in torch, told apart where L = C."""
+    """Logits (N, L, C) as in transformers and (N, C, L) as in torch, also if L = C."""
     head = nn.Linear(A, C).to(device)
     model = head if classes_last else Then(head, lambda logits: logits.mT)
     x = torch.randn(N, length, A, device=device)
@@ -39,7 +39,7 @@ def test_tokens(length, classes_last, soft, device):
 @pytest.mark.parametrize("classes_last", [True, False])
 @pytest.mark.parametrize("soft", [True, False])
 def test_as_many_classes_as_tokens_on_a_device(classes_last, soft, device, monkeypatch):
-    """The host must not look at the values: the choice is made on the device."""
+    """The host must not read the values, so the order is chosen on the device."""
     head = nn.Linear(A, C).to(device)
     model = head if classes_last else Then(head, lambda logits: logits.mT)
     x, target = torch.randn(N, C, A, device=device), torch.randint(C, (N, C), device=device)
@@ -56,7 +56,7 @@ def test_as_many_classes_as_tokens_on_a_device(classes_last, soft, device, monke
 @pytest.mark.parametrize("classes_last", [True, False])
 @pytest.mark.parametrize("on_host", [True, False])
 def test_order_is_kept_once_it_is_known(classes_last, on_host, device, monkeypatch):
-    """Logits of 0, from a layer that starts with 0, do not tell it."""
+    """Logits of 0, from a layer initialised with 0, do not determine the order."""
     monkeypatch.setattr(checks, "known_on_host", lambda tensor: on_host and not tensor.is_cuda)
     head = nn.Linear(A, C).to(device)
     model = head if classes_last else Then(head, lambda logits: logits.mT)
@@ -70,7 +70,7 @@ def test_order_is_kept_once_it_is_known(classes_last, on_host, device, monkeypat
         expected = F.cross_entropy(head(x).flatten(0, 1), target.flatten())
         loss = criterion(model(x), target)
         torch.testing.assert_close(loss, expected)
-        if (criterion._classes_last, classes_last) != (None, False):  # else it cannot be known
+        if (criterion._classes_last, classes_last) != (None, False):  # otherwise unknown
             gradients = (torch.autograd.grad(one, head.parameters()) for one in (loss, expected))
             torch.testing.assert_close(*gradients)
     criterion.check()
@@ -119,7 +119,7 @@ def test_position_of_a_sequence(device):
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sequence_classifiers_of_transformers(kind, dtype, device):
-    """Their logits are those of the last token that is no padding."""
+    """They return the logits of the last token that is not padding."""
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 11, "num_labels": C, "pad_token_id": 0}
     if kind == "GPT2":
@@ -163,7 +163,7 @@ def test_convolutions_of_any_dimension(dimensions, device):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_two_heads_that_are_summed(bias, device):
-    """One linear layer of all features together."""
+    """Equivalent to one linear layer on the concatenated features."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -206,7 +206,7 @@ def test_two_heads_that_are_summed(bias, device):
             (3, 4, C),
             (3, 4),
             "include all positions, shape (3, 7, 5) for features of shape (3, 7, 4), got shape "
-            "(3, 4, 5); to exclude positions, label them with ignore_index",
+            "(3, 4, 5); to merge dimensions, pass rows (M, 5); to exclude positions, label them",
         ),
         ((3, 7, A), (13, C), (13,), "include all positions, shape (3, 7, 5) for features of"),
         ((3, 7, A), (7, 3, C), (7, 3), "include all positions, shape (3, 7, 5) for features of"),
@@ -233,7 +233,7 @@ def test_shapes_that_do_not_fit(shape, logits, target, message, device):
 
 
 def test_multi_label_tokens(device):
-    """Labels (N, L, C) of a linear head on tokens."""
+    """Labels (N, L, C) for a linear head on tokens."""
     head = nn.Linear(A, C).to(device)
     criterion = attach(head, isda.ISDABCEWithLogitsLoss(A, C, **OPTIONS))
     explicit = isda.ISDABCEWithLogitsLoss(A, C, **OPTIONS).to(device)
@@ -261,7 +261,7 @@ def test_losses_of_labels_have_the_shape_of_the_logits(positions, classes_last, 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_as_many_classes_as_tokens_in_eval_mode(trained, device):
-    """The order of the layer is (N, L, C), unless training has shown another one."""
+    """The order is (N, L, C), as in the layer's output, unless training used another one."""
     head = nn.Linear(A, C).to(device)
     x, target = torch.randn(N, C, A, device=device), torch.randint(C, (N, C), device=device)
     criterion = attach(head, **OPTIONS)
@@ -275,7 +275,7 @@ def test_as_many_classes_as_tokens_in_eval_mode(trained, device):
 
 
 def test_crops_in_eval_mode(device):
-    """The input of the layer has no positions, so that their order is torch's."""
+    """The input of the layer has no positions, so torch's order is assumed."""
     head = nn.Linear(A, C).to(device)
     criterion = attach(head, **OPTIONS)
     head.eval()

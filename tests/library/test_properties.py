@@ -1,4 +1,4 @@
-"""Properties that hold for every input: hypothesis looks for one that breaks them."""
+"""Properties that hold for every input; hypothesis searches for counterexamples."""
 
 import pytest
 import reference
@@ -13,7 +13,7 @@ from isda import SharedCovariance, functional
 from isda.functional import Moments
 
 STRUCTURES = ["full", "diagonal", "shared", "identity"]
-EXACT = 1e-9  # float64, with room for summation in another order
+EXACT = 1e-9  # float64, allows for another order of summation
 
 modest = settings(deadline=None, derandomize=True, max_examples=50)
 inputs = st.builds(
@@ -50,7 +50,7 @@ def same(found: Moments, expected: Moments, *, tolerance: float = EXACT) -> None
 
 
 def cut(data: st.DataObject, samples: int) -> list[Tensor]:
-    """Rows of a stream in any order, in any number of batches, empty ones among them."""
+    """Samples in any order and any number of batches, including empty ones."""
     order = torch.tensor(data.draw(st.permutations(range(samples))), dtype=torch.int64)
     ends = sorted(data.draw(st.lists(st.integers(0, samples), max_size=4)))
     return [order[a:b] for a, b in zip([0, *ends], [*ends, samples], strict=True)]

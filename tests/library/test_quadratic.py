@@ -40,7 +40,7 @@ def test_quadratic_gradient(shape, structure, device):
 
 @pytest.mark.parametrize("structure", ["full", "diagonal", "shared"])
 def test_covariance_has_first_and_second_derivatives(structure, device):
-    """As for one who learns the covariance, or differentiates through a step."""
+    """For learned covariances, or differentiating through a step."""
     x = draw(4, 3, 2, device=device)
     covariance = {
         "full": x.covariance,
@@ -60,7 +60,7 @@ def test_covariance_has_first_and_second_derivatives(structure, device):
 @shapes
 @pytest.mark.parametrize("structure", ["full", "diagonal"])
 def test_covariance_index(shape, structure, device):
-    """Margins relative to the target, covariance of another class."""
+    """Margins relative to the target with the covariance of another class."""
     x = draw(*shape, device=device)
     samples, classes, _ = shape
     generator = torch.Generator().manual_seed(1)
@@ -85,7 +85,7 @@ def test_one_covariance_for_each_sample(device):
 
 @structures
 def test_no_variance_at_the_target(structure, device):
-    """Exactly 0, so that the loss is never below cross entropy, however large the features are."""
+    """Exactly 0, so the loss is never below cross entropy, however large the features are."""
     x = reference.draw(40, 5, 6, dtype=torch.float32, device=device)
     rows = library(structure, 1000 * x.covariance)(x.weight, x.target)
     assert rows.max() > 1
@@ -94,7 +94,7 @@ def test_no_variance_at_the_target(structure, device):
 
 @structures
 def test_quadratic_of_weights_with_a_common_offset(structure, device):
-    """The margins do not see an offset of all rows; products of rows do, if it is left in."""
+    """An offset of all rows does not change the margins, but would cause cancellation."""
     x = draw(7, 13, 64, dtype=torch.float32, device=device)
     covariance = (
         x.covariance if structure != "diagonal" else torch.diag_embed(x.covariance[:, 0] ** 2)
@@ -108,4 +108,6 @@ def test_quadratic_of_weights_with_a_common_offset(structure, device):
     scale = torch.ones_like(own)
     naive = scale @ weight.square().T - 2 * own @ weight.T + own.square().sum(-1, keepdim=True)
     exact = reference.quadratic(weight, x.target, reference.identity_matrices(weight))
-    assert (naive.cpu() - exact).abs().max() / exact.abs().max() > 1e-5  # the data can tell
+    assert (
+        naive.cpu() - exact
+    ).abs().max() / exact.abs().max() > 1e-5  # the test is sensitive to it

@@ -1,4 +1,4 @@
-"""Logits that the model has resized after its final layer, as in segmentation."""
+"""Logits that the model resizes after its final layer, as in segmentation."""
 
 import itertools
 
@@ -20,7 +20,7 @@ RESIZINGS = [
 
 @pytest.mark.parametrize(("dimensions", "mode", "align_corners"), RESIZINGS)
 def test_resized_logits(dimensions, mode, align_corners, device):
-    """As most segmentation models do after their head: the loss of resized features."""
+    """As in most segmentation models: equals the loss of resized features."""
     head = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dimensions](A, C, 1).to(device)
     size = (7, 9, 5)[:dimensions]
 
@@ -38,7 +38,7 @@ def test_resized_logits(dimensions, mode, align_corners, device):
 
 
 def test_resized_logits_of_a_linear_layer_on_maps(device):
-    """Channels last, as in transformers for segmentation."""
+    """Channels last, as in segmentation models of transformers."""
     head = nn.Linear(A, C).to(device)
     model = Then(head, lambda maps: F.interpolate(maps.movedim(-1, 1), (6, 8), mode="bilinear"))
     x = torch.randn(2, 3, 4, A, device=device)
@@ -115,7 +115,7 @@ def test_segmentation_models_of_torchvision(name, device):
 
 @pytest.mark.compiled
 def test_resized_logits_in_a_compiled_criterion(device):
-    """It needs one eager call, which finds out how the logits are resized."""
+    """One eager call is needed first, to find out how the logits are resized."""
     head = nn.Conv2d(A, C, 1).to(device)
     x, target = torch.randn(2, A, 3, 4, device=device), torch.randint(C, (2, 6, 8), device=device)
     nearest = Then(head, lambda maps: F.interpolate(maps, (6, 8)))
@@ -131,7 +131,7 @@ def test_resized_logits_in_a_compiled_criterion(device):
 
 @pytest.mark.parametrize("mode", ["bilinear", "nearest", "nearest-exact", "bicubic"])
 def test_the_resizing_may_be_unknown_at_first(mode, device):
-    """A weight of zeros fits every mode, a map of one pixel most: the next batch decides."""
+    """A zero weight fits every mode and one pixel fits most: the next batch decides."""
     head = nn.Conv2d(A, C, 1).to(device)
     model = Then(head, lambda maps: F.interpolate(maps, (7, 9), mode=mode))
     criterion, target = attach(model, **OPTIONS), torch.randint(C, (2, 7, 9), device=device)
@@ -145,7 +145,7 @@ def test_the_resizing_may_be_unknown_at_first(mode, device):
 
 
 def test_a_kind_of_resizing_that_changes(device):
-    """It is found again on a CPU; a GPU, which does not search in every step, reports it."""
+    """A CPU searches again; a GPU, which does not search in every step, reports it."""
     head = nn.Conv2d(A, C, 1).to(device)
     mode = ["bilinear"]
     model = Then(head, lambda maps: F.interpolate(maps, (7, 9), mode=mode[0]))
@@ -164,7 +164,7 @@ def test_a_kind_of_resizing_that_changes(device):
 
 @pytest.mark.parametrize("size", [(C + 1, C), (C, C)], ids=str)
 def test_maps_as_wide_as_the_classes_in_eval_mode(size, device):
-    """The target tells the order unless the map is as high; training tells it, resized or not."""
+    """The target determines the order unless the map is square; training determines it, too."""
     head = nn.Linear(A, C).to(device)
     model = Then(head, lambda x: F.interpolate(x.movedim(-1, 1), size, mode="bilinear"))
     target = torch.randint(C, (2, *size), device=device)

@@ -1,4 +1,4 @@
-"""The statistics of ISDALoss: frozen, fed on their own, shared, grown, read by class, learned."""
+"""The statistics of ISDALoss: frozen, updated separately, shared, grown, per class, learned."""
 
 import pytest
 import reference
@@ -57,7 +57,7 @@ def test_statistics_fed_on_their_own(device):
 
 
 def test_statistics_fed_through_the_criterion(device):
-    """Checked, gathered and flattened as in a call; no step is counted."""
+    """Checked, gathered and flattened as in forward(), but no step is counted."""
     fed, called = make(device, ignore_index=1), make(device, ignore_index=1)
     x = inputs(device)
     fed.update(x.features.T[None], x.target[None])  # (1, A, N): seven positions
@@ -146,7 +146,7 @@ def test_statistics_of_a_class_in_every_structure(device):
             with pytest.raises(TypeError, match="does not track per-class means"):
                 estimator.class_mean(3)
         estimator.update(1 + x.features, x.target)
-        close(found, matrix)  # no view of the statistics
+        close(found, matrix)  # not a view of the statistics
 
 
 class LearnedVariance(nn.Module):
@@ -164,7 +164,7 @@ class LearnedVariance(nn.Module):
 
 
 def test_an_estimator_of_ones_own_is_learned(device):
-    """It gets its gradient, and second derivatives are right, too."""
+    """Learned variances receive a gradient, and second derivatives are correct."""
     x = draw(N, C, A, device=device)
     estimator = LearnedVariance().double()
     criterion = ISDALoss(A, C, lambda_0=STRENGTH, ramp="constant", covariance=estimator).to(device)
@@ -196,7 +196,7 @@ def test_an_estimator_without_covariance_index_changes_nothing(device):
 
 
 def test_sharing_an_estimator(device):
-    """Two criteria, one set of statistics, as for two views of a batch."""
+    """Two criteria can share statistics, for example for two views of a batch."""
     estimator = FullCovariance(A, C).to(device)
     first = ISDALoss(A, C, ramp="constant", covariance=estimator).to(device)
     second = ISDALoss(A, C, ramp="constant", covariance=estimator, frozen=True).to(device)

@@ -1,4 +1,4 @@
-"""The oldest torch that the metadata admits: ``make test-oldest`` runs this file with it."""
+"""The oldest supported torch: ``make test-oldest`` runs this file with it."""
 
 import re
 import tomllib
