@@ -3,18 +3,11 @@
 import gc
 import os
 
+import process_settings  # noqa: F401 - threads and precision
 import pytest
 import torch
 
 from isda import versions
-
-# the suite runs one process per core; its subprocesses also have one thread
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as --deterministic; read at the first use
-torch.backends.cudnn.allow_tf32 = False  # tolerances are those of float32
-torch.backends.cudnn.deterministic = True
 
 
 @pytest.fixture(scope="session")

@@ -78,6 +78,8 @@ class Run:
             if not path.exists():
                 raise InputError("it is missing")
             config = json.loads(read_bytes(path, most=_LARGEST).decode())
+            if not isinstance(config, dict):
+                raise InputError("it is not a JSON object")
             self.name: str = config["name"]
             self.seed: int = config["seed"]
             if not isinstance(self.name, str) or type(self.seed) is not int:
@@ -96,9 +98,8 @@ class Run:
                 raise InputError("it does not match its checksum")
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
                 RecursionError) as error:  # fmt: skip
-            reason = str(error) if isinstance(error, InputError) else repr(error)
             raise InputError(
-                f"{path} is not a run record: {_brief(reason)}{_written_by(config)}"
+                f"{path} is not a run record: {_brief(_what_is_wrong(error))}{_written_by(config)}"
             ) from error
         self._config = config
         self._metrics: tuple[tuple[int, ...], list[dict[str, Any]]] = ((), [])  # as last read
@@ -342,6 +343,15 @@ def _require_folder(folder: Path, name: str, seed: int) -> None:
 def _brief(text: str) -> str:
     """The beginning of a text that may contain a damaged file."""
     return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def _what_is_wrong(error: Exception) -> str:
+    """Why a file is not a run record."""
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return "it is not valid JSON"
+    if isinstance(error, KeyError):
+        return f"it has no field {error}"
+    return str(error) if isinstance(error, InputError) else repr(error)
 
 
 def _written_by(config: Any) -> str:

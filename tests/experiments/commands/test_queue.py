@@ -1,6 +1,8 @@
 """Queues: lines in order, what is finished is skipped, stopped by the time limit or an error."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 from isda.experiments.cli import TIME_UP, main
+from isda.experiments.commands import queue
 from isda.experiments.commands.queue_forecast import Speeds, state_size
 from isda.experiments.commands.queue_lines import read_queue
 from isda.experiments.errors import RunError
@@ -127,6 +130,23 @@ def test_an_error_does_not_stop_the_lines_below(
     assert errors[0] == f"isda: my queue:3: {message}"
     assert errors[-1] == "isda: 2 of 3 lines failed: my queue:3, my queue:6"
     assert [summary(run).finished for run in load_runs("runs")] == [True]
+
+
+def test_all_lines_share_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun: in a second group, ranks may read the addresses of the first and hang."""
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def join(device: str) -> Iterator[tuple[str, int, int]]:
+        events.append("join")
+        yield device, 0, 2
+        events.append("leave")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(queue, "join_processes", join)
+    monkeypatch.setattr(loop, "train", lambda plans, _: events.append("train") or [])
+    assert main(["queue", "my queue"]) == 0
+    assert events == ["join", "train", "train", "train", "leave"]
 
 
 @pytest.mark.parametrize(

@@ -194,9 +194,16 @@ def test_folder_relative_to_the_current_one(finished, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"name": "x"}', '{"name": "x", "seed": 1, "recipe": {}}']
+    ("content", "reason"),
+    [
+        ("{", "it is not valid JSON"),
+        ("\xff", "it is not valid JSON"),
+        ("[]", "it is not a JSON object"),
+        ('{"name": "x"}', "it has no field 'seed'"),
+        ('{"name": "x", "seed": 1, "recipe": {}}', "it is the record of 'x/1', but its folder is"),
+    ],
 )
-def test_damaged_config_is_named(run, content):
-    (run.folder / "config.json").write_text(content)
-    with pytest.raises(InputError, match=r"config\.json is not a run record"):
+def test_damaged_config_is_named(run, content, reason):
+    (run.folder / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(InputError, match=rf"config\.json is not a run record: {reason}"):
         RunFolder(run.folder)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import conftest  # noqa: F401 - its settings also hold in the processes that are started here
+import process_settings  # noqa: F401 - for the processes that are started here
 import pytest
 import torch
 from forks import START_METHOD

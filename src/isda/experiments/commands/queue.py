@@ -4,6 +4,7 @@ Runs that are finished, in the folder of the runs or of the records, are skipped
 or resumed. The command can therefore be stopped or killed at any time and started again.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.records import load_runs, summary
 from isda.experiments.settings import Options
 from isda.experiments.training import loop
+from isda.experiments.training.device import join_processes
 from isda.experiments.training.failures import reason_of
 from isda.experiments.training.groups import MOST_SIDE_BY_SIDE, Plan, same_steps
 from isda.experiments.training.images import kept_images
@@ -78,16 +80,19 @@ def run(words: list[str]) -> None:
         with Workers(given.address, given.options.device, given.options.processes) as workers:
             failed = _spread(lines, given.results, workers)
     else:
-        failed = _work_through(lines, given.results)
+        failed = _work_through(lines, given.results, given.options.device)
     if failed:
         places = list(dict.fromkeys(failed))
         raise InputError(f"{len(places)} of {len(lines)} lines failed: {', '.join(places)}")
 
 
-def _work_through(lines: list[Line], records: Path) -> list[str]:
+def _work_through(lines: list[Line], records: Path, device: str) -> list[str]:
     """Train in this process; returns the places of lines that failed."""
-    failed = []
-    with kept_images():  # lines with the same images load them once
+    failed, ranks = [], int(os.environ.get("WORLD_SIZE", 1))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(kept_images())  # lines with the same images load them once
+        if ranks > 1:  # ranks may not find each other in a second process group
+            stack.enter_context(join_processes(device))
         for line in lines:
             try:
                 line.task.train_missing(line.title, records)
@@ -98,7 +103,7 @@ def _work_through(lines: list[Line], records: Path) -> list[str]:
             except BrokenPipeError:  # nobody reads the output any more
                 raise
             except Exception as error:  # of this line, such as an error in a network of your own
-                if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                if ranks > 1:
                     raise  # the other ranks wait for this one
                 reason = reason_of(error)
             else:

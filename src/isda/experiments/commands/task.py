@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from isda import distributed
 from isda.experiments.records import summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop
@@ -66,7 +67,8 @@ class PlannedRuns(Task):
         missing = [plan for plan in plans if not records_of(plan, self.options.out, records)]
         done = len(plans) - len(missing)
         many = "s" * (len(plans) != 1)
-        print(f"{title}: {done} of {len(plans)} run{many} finished", flush=True)
+        if distributed.rank(None) == 0:
+            print(f"{title}: {done} of {len(plans)} run{many} finished", flush=True)
         return missing
 
     def train_missing(self, title: str, records: Path) -> None:

@@ -138,7 +138,10 @@ class RunFolder(Run):
         """
         path = self.folder / "metrics.jsonl"
         if len(self.metrics()) < epoch:
-            raise InputError(f"{path} lacks epochs before {epoch}, the epoch of the checkpoint")
+            raise InputError(
+                f"{path} lacks epochs before {epoch}, the epoch of the checkpoint: restore it from "
+                "a copy, or delete the folder to train the run again"
+            )
         kept = b"".join(self._lines()[:epoch])
         if not path.exists() or path.stat().st_size != len(kept):
             write_bytes(path, kept)
