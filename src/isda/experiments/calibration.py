@@ -14,7 +14,7 @@ from isda.experiments.metrics_lines import is_number, read_line, sealed
 from isda.experiments.records import CALIBRATION, Run, summary
 from isda.experiments.report.intervals import estimate
 from isda.experiments.report.sides import create_side, distinct
-from isda.experiments.report.text import markdown_rows, text_table
+from isda.experiments.report.text import escape_markdown, markdown_rows, text_table
 
 __all__ = [
     "Calibration",
@@ -93,23 +93,27 @@ def load_calibration(run: Run) -> Calibration | None:
 
 def calibration_text(runs: Iterable[Run]) -> str:
     """The calibrated runs as a table for a terminal, a row per recipe."""
-    return text_table(_HEADER[1:], [row[1:] for row in _rows(runs, "")])
+    return text_table(_HEADER, [row for _, row in _rows(runs, "")])
 
 
 def calibration_block(runs: Iterable[Run], prefix: str) -> str:
-    """Block of a page: the calibrated runs of recipes whose names start with a prefix."""
-    rows = _rows(runs, prefix)
-    if not rows:
+    """Block of a page: a table per training of the recipes whose names start with a prefix."""
+    tables: dict[str, list[list[str]]] = {}
+    for training, row in _rows(runs, prefix):
+        tables.setdefault(training, []).append(row)
+    if not tables:
         return "There are no records of calibrated runs yet."
-    return markdown_rows(_HEADER, rows, left=(0, 1), pad=False)
+    return "\n\n".join(
+        f"{escape_markdown(training)}:\n\n{markdown_rows(_HEADER, rows, pad=False)}"
+        for training, rows in tables.items()
+    )
 
 
-_HEADER = ["training", "method", "error, %", "NLL", "ECE, %", "T", "NLL with T", "ECE with T, %",
-           "seeds"]  # fmt: skip
+_HEADER = ["method", "error, %", "NLL", "ECE, %", "T", "NLL with T", "ECE with T, %", "seeds"]
 
 
-def _rows(runs: Iterable[Run], prefix: str) -> list[list[str]]:
-    """A row per recipe that has calibrated runs."""
+def _rows(runs: Iterable[Run], prefix: str) -> list[tuple[str, list[str]]]:
+    """Training and row of each recipe that has calibrated runs."""
     by_name: dict[str, list[Calibration]] = {}
     finished = [run for run in distinct(runs) if summary(run).finished]
     for run in finished:
@@ -133,5 +137,5 @@ def _rows(runs: Iterable[Run], prefix: str) -> list[list[str]]:
         settings = side.training(without=("hold_out",))
         training = f"{settings}, {own[0].held_out_images} images held out"
         cells = (estimate(values).format(digits) for values, digits in columns)
-        rows.append([training, label, *cells, str(len(own))])
+        rows.append((training, [label, *cells, str(len(own))]))
     return rows

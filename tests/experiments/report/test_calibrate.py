@@ -163,12 +163,13 @@ def test_damaged_calibration(runs: Path, tmp_path: Path) -> None:
 
 def test_block_of_a_page(runs: Path) -> None:
     rows = BLOCKS["calibration"](load_runs(runs), "digits").splitlines()
-    assert len(rows) == 5
+    assert len(rows) == 7
     found = [load_calibration(run) for run in load_runs(runs) if run.recipe.method == "ce"]
     mean = sum(one.scaled_loss for one in found if one) / 2
     training = "digits, ResNet-8, 2 epochs, batches of 128, 40 images per class"
-    assert rows[2].startswith(f"| {training}, 500 images held out | Cross entropy | ")
-    assert rows[2].split(" | ")[6].startswith(f"{mean:.3f} ± ")
+    assert rows[0] == f"{training}, 500 images held out:"
+    assert rows[4].startswith("| Cross entropy | ")
+    assert rows[4].split(" | ")[5].startswith(f"{mean:.3f} ± ")
     assert "no records" in BLOCKS["calibration"]([], "")
 
 
