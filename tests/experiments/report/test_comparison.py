@@ -177,7 +177,7 @@ def test_advice_and_seeds_needed(tmp_path: Path) -> None:
         (-1, -1, 1, "Yes, for its accuracy", "Its NLL is lower. Its ECE is higher: if you use"),
         (0, -1, -1, "Yes, for its probabilities", "Its NLL and ECE are lower. A diff"),
         (0, -1, 1, "Not clear from these seeds", "Its NLL is lower. Its ECE is higher: if"),
-        (0, 0, 0, "Not clear from these seeds", "A difference of this size"),
+        (0, 0, 0, "Not clear from these seeds", "A difference of the error"),
         (1, -1, 0, "No", "Its NLL is lower."),
         (1, 0, 0, "No", ""),
     ],

@@ -298,13 +298,13 @@ def _next_step(change: Difference) -> tuple[str, str]:
     if needed is None:
         return (
             "Not clear from these seeds",
-            "A difference of this size would take too many seeds to show.",
+            "A difference of the error of this size takes too many seeds to show.",
         )
     size = f"{abs(change.mean):.2f} points"
     return (
         "Not clear from these seeds",
-        f"If the difference is {size}, about {needed} seeds would show it: continue with that many "
-        "--seeds and --resume. Adding seeds until a difference is significant would mislead.",
+        f"If the error differs by {size}, about {needed} seeds would show it: continue with that "
+        "many --seeds and --resume. Adding seeds until a difference is significant would mislead.",
     )
 
 
