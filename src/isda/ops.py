@@ -303,9 +303,10 @@ def _cross_entropy_backward(
 
 @_cross_entropy_backward.register_fake
 def _(grad: Tensor, logits: Tensor, quadratic: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    if quadratic is not None:
-        quadratic = quadratic.new_empty(quadratic.shape)
-    return logits.new_empty(logits.shape), logits.new_empty(0) if quadratic is None else quadratic
+    quadratic_grad = (
+        logits.new_empty(0) if quadratic is None else quadratic.new_empty(quadratic.shape)
+    )
+    return logits.new_empty(logits.shape), quadratic_grad
 
 
 def _save_cross_entropy(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
