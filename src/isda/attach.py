@@ -184,8 +184,9 @@ class AttachedLoss(nn.Module):
         if not training:
             return self._evaluate(logits, target, options, is_new=is_new)
         weight, bias = parameters[0]
-        now = self.heads[0]._parameters.get("weight")  # may be sharded again after the pass
-        if now is not None and (hasattr(now, "device_mesh") or now.dim() == 1):  # FSDP, ZeRO-3
+        now = self.heads[0]._parameters.get("weight")
+        # sharded again after the pass: FSDP2 leaves a DTensor, FSDP1 and ZeRO-3 one dimension
+        if now is not None and (hasattr(now, "device_mesh") or now.dim() == 1):
             weight, bias = self.gather_parameters()
         elif len(parameters) > 1:
             weight, bias = _join(parameters)
@@ -204,7 +205,7 @@ class AttachedLoss(nn.Module):
             return loss.view(rows.positions)
         if loss.shape != rows.logits.shape:
             return loss
-        loss = loss.view(*rows.positions, len(weight))  # one for each label, in the logits' order
+        loss = loss.view(*rows.positions, len(weight))  # one loss for each label
         return loss.movedim(-1, 1) if rows.classes_last is False else loss
 
     @property

@@ -224,7 +224,7 @@ _update_and_multiply_ = _register(
     mutates_args=("moments",),
 )
 _weight_gradient = _register(
-    plain.weight_gradient, lambda grad, weight, *_: torch.empty_like(weight)
+    plain.weight_gradient, lambda grad, weight, *_: grad.new_empty(weight.shape)
 )
 _quadratic_rows = _register(
     plain.quadratic_rows,
@@ -303,7 +303,9 @@ def _cross_entropy_backward(
 
 @_cross_entropy_backward.register_fake
 def _(grad: Tensor, logits: Tensor, quadratic: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    quadratic_grad = logits.new_empty(0) if quadratic is None else torch.empty_like(quadratic)
+    quadratic_grad = (
+        logits.new_empty(0) if quadratic is None else quadratic.new_empty(quadratic.shape)
+    )
     return logits.new_empty(logits.shape), quadratic_grad
 
 

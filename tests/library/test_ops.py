@@ -187,6 +187,7 @@ def test_operators_are_registered_correctly(diagonal, device):
         (torch.ops.isda.update_.default, (single, features, target, 0.9)),
     ]
     if not diagonal:
+        weight = weight.T.contiguous().T  # a weight may have any strides
         products = ops._multiply(single[2], weight, target, "high")
         learned = weight.clone().requires_grad_()
         calls += [
@@ -196,6 +197,10 @@ def test_operators_are_registered_correctly(diagonal, device):
                 (single, features, target, weight, 0.9, "high"),
             ),
             (torch.ops.isda.quadratic_rows.default, (learned, target, *products)),
+            (
+                torch.ops.isda.weight_gradient.default,
+                (torch.ones(7, 13, device=device), weight, target, *products[1:]),
+            ),
         ]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for operator, arguments in calls:
