@@ -212,7 +212,15 @@ class RunFolder(Run):
         Raises:
             InputError: the run is not finished, or it has no checkpoint.
         """
-        state = self.load(use)
+
+        def use_all(state: dict[str, Any]) -> None:
+            parts = {"network", "criterion", "data", *(["average"] if self.recipe.ema else [])}
+            if parts - state.keys():
+                raise ValueError(f"it has no {min(parts - state.keys())}")
+            if use is not None:
+                use(state)
+
+        state = self.load(use_all)
         if state is None:
             raise InputError(
                 f"{self.folder} has no checkpoint, like an exported record: copy the whole folder "
