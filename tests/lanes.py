@@ -110,7 +110,7 @@ def tiny_arrays(channels: int, size: int, device: torch.device) -> ImageArrays:
     ).to(device)
 
 
-def train(lanes: list[Lane], epochs: int, *, capture: bool = False) -> list[list[list[float]]]:
+def train(lanes: list[Lane], epochs: int = 2, *, capture: bool = False) -> list[list[list[float]]]:
     """Results of every epoch."""
     runner = SideBySide(lanes, capture=capture)
     results = []

@@ -14,8 +14,6 @@ from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.data.resized_crop import PackedImages
 from isda.experiments.settings import Recipe
-from isda.experiments.training.side_by_side import SideBySide
-from isda.experiments.training.training_step import Lane
 
 __all__ = [
     "CPU",
@@ -28,7 +26,6 @@ __all__ = [
     "image_of",
     "make_image",
     "make_photos",
-    "train",
 ]
 
 SIZE = 16  # of the crops; images are stored with a shorter side of 18
@@ -75,16 +72,6 @@ def image_of(data: DecodedImages, number: int) -> Tensor:
     height, width = images.size[number].tolist()
     first = int(images.offset[number])
     return images.pixels[first : first + height * width].view(height, width, 3)
-
-
-def train(lanes: list[Lane], epochs: int = 2) -> list[list[list[float]]]:
-    runner, results = SideBySide(lanes, capture=False), []
-    for _ in range(epochs):
-        runner.train_epoch()
-        results.append(runner.evaluate())
-        for lane in lanes:
-            lane.epoch += 1
-    return results
 
 
 def count_decoding(monkeypatch: pytest.MonkeyPatch) -> list[str]:

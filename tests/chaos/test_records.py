@@ -25,7 +25,8 @@ from isda.experiments.errors import InputError
 from isda.experiments.records import Run, export, load_runs, summary
 from isda.experiments.report.tables import report_markdown
 from isda.experiments.settings import Recipe
-from isda.experiments.training.run_folder import RunFolder, locked
+from isda.experiments.training.locks import locked
+from isda.experiments.training.run_folder import RunFolder
 
 SEED = int(os.environ.get("ISDA_CHAOS_SEED", "0"))
 SCALE = int(os.environ.get("ISDA_CHAOS_SCALE", "1"))

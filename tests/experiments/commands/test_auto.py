@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import search_trainer
 from photo_folders import make_image
 from search_trainer import Trainer
 
@@ -22,20 +23,8 @@ from isda.experiments.training.loop import Plan, train
 
 QUICK = ["--epochs", "4", "--batch-size", "128", "--hold-out", "1200", "--device", "cpu"]
 
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
-    def install(error: Callable[[Recipe, int], float]) -> Trainer:
-        stand_in = Trainer(error)
-        monkeypatch.setattr(loop, "train", stand_in)
-        return stand_in
-
-    return install
+# fixtures
+elsewhere, trainer = search_trainer.elsewhere, search_trainer.trainer
 
 
 def fields(plans: Sequence[Plan]) -> list[tuple[float, int, int, int]]:

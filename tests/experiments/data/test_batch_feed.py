@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from photo_folders import CPU, RECIPE, decoded, image_of, make_image, train
+from lanes import train
+from photo_folders import CPU, RECIPE, decoded, image_of, make_image
 from torch import Tensor
 
 from isda.experiments.data.batch_feed import BatchFeed

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from forks import START_METHOD
-from photo_folders import CPU, PLACES, RECIPE, decoded, files_of, image_of, train
+from lanes import train
+from photo_folders import CPU, PLACES, RECIPE, decoded, files_of, image_of
 from programs import PATIENCE
 from torch import Tensor
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lanes import train
 from photo_folders import (
     CPU,
     RECIPE,
@@ -13,7 +14,6 @@ from photo_folders import (
     count_decoding,
     files_of,
     make_image,
-    train,
 )
 
 from isda.experiments.data import folder_cache

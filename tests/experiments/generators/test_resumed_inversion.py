@@ -17,8 +17,8 @@ from isda.experiments.generators.latent_search import LatentSearch
 from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.recipes import get_recipe
 from isda.experiments.settings import Options
+from isda.experiments.training.locks import locked_folder
 from isda.experiments.training.loop import Plan, train
-from isda.experiments.training.run_folder import locked_folder
 
 PATIENCE = 120  # seconds until a process that hangs fails the test
 RECIPE = replace(get_recipe("digits-resnet8-isda"), epochs=1)

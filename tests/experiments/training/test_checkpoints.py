@@ -190,6 +190,21 @@ def test_both_checkpoints_damaged(run):
     assert not run.has_checkpoint()
 
 
+def test_a_finished_run_needs_the_whole_checkpoint_of_its_last_epoch(run):
+    with pytest.raises(InputError, match="has no checkpoint, like an exported record"):
+        run.load_finished()
+    parts = {"network": {}, "criterion": {}, "data": [1, 1, 2]}
+    run.save({"epoch": run.recipe.epochs - 1, **parts})
+    with pytest.raises(InputError, match="is not finished: 11 of 12 epochs"):
+        run.load_finished()
+    run.save({"epoch": run.recipe.epochs, **parts}, last=True)
+    assert run.load_finished()["data"] == [1, 1, 2]
+    del parts["network"]
+    run.save({"epoch": run.recipe.epochs, **parts}, last=True)
+    with pytest.raises(InputError, match=r"checkpoint.pt is damaged \(it has no network\)"):
+        run.load_finished()
+
+
 def test_full_disk_keeps_the_last_checkpoint(run, monkeypatch):
     run.save(state(0))
 

@@ -18,7 +18,7 @@ from isda.experiments.errors import InputError
 from isda.experiments.recipes import get_recipe
 from isda.experiments.records import Run, export, summary
 from isda.experiments.settings import Options
-from isda.experiments.training import groups, run_folder
+from isda.experiments.training import groups, locks, run_folder
 from isda.experiments.training.loop import train
 from isda.experiments.training.run_folder import RunFolder
 from isda.experiments.training.step_cost import random_images
@@ -89,7 +89,7 @@ def test_a_checkpoint_of_another_kind_is_damaged_too(
 
 
 def hold(folder: Path, ready: Any) -> None:
-    with run_folder.locked(folder.parent.parent, folder.parent.name, int(folder.name)):
+    with locks.locked(folder.parent.parent, folder.parent.name, int(folder.name)):
         ready.set()
         time.sleep(PATIENCE)
 

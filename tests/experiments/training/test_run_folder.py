@@ -15,7 +15,7 @@ from run_folders import RECIPE, Crash, change_config, line
 from isda.experiments.errors import InputError
 from isda.experiments.records import export, load_runs
 from isda.experiments.training import environment as environment_module
-from isda.experiments.training import run_folder
+from isda.experiments.training import locks, run_folder
 from isda.experiments.training.run_folder import RunFolder
 
 finished, run = run_folders.finished, run_folders.run  # fixtures
@@ -99,7 +99,7 @@ def test_name_must_be_a_folder_name(tmp_path, name):
 
 
 def take_lock(out, held, release):
-    with run_folder.locked(out, "name", 0):
+    with locks.locked(out, "name", 0):
         held.set()
         release.wait(PATIENCE)
 
@@ -109,32 +109,47 @@ def test_a_lock_that_is_released_is_not_held_twice(tmp_path, monkeypatch):
     context = multiprocessing.get_context("fork")
     held, release = context.Event(), context.Event()
     third = context.Process(target=take_lock, args=(tmp_path, held, release))
-    real = run_folder.fcntl.lockf
-    first = run_folder.locked(tmp_path, "name", 0)
+    real = locks.fcntl.lockf
+    first = locks.locked(tmp_path, "name", 0)
     first.__enter__()
 
     def late(file, mode):
-        monkeypatch.setattr(run_folder.fcntl, "lockf", real)
+        monkeypatch.setattr(locks.fcntl, "lockf", real)
         first.__exit__(None, None, None)  # nothing was written: removes folder and lock
         assert not (tmp_path / "name").exists()
         third.start()
         assert held.wait(PATIENCE)
         real(file, mode)  # of the deleted file, which nobody else holds
 
-    monkeypatch.setattr(run_folder.fcntl, "lockf", late)
+    monkeypatch.setattr(locks.fcntl, "lockf", late)
     try:
         with (
             pytest.raises(InputError, match="name/0 is being trained by another process"),
-            run_folder.locked(tmp_path, "name", 0),
+            locks.locked(tmp_path, "name", 0),
         ):
             pass
     finally:
         release.set()
         third.join(PATIENCE)
     assert third.exitcode == 0
-    with run_folder.locked(tmp_path, "name", 0):
+    with locks.locked(tmp_path, "name", 0):
         RunFolder.create(tmp_path, "name", RECIPE, 0)
     assert (tmp_path / "name" / "0" / "lock").exists()  # stays with the run
+
+
+def test_a_folder_that_another_process_removes_before_it_is_locked(tmp_path, monkeypatch):
+    create, times = locks.create_folder, []
+
+    def removed(folder):
+        create(folder)
+        times.append(folder)
+        if len(times) == 1:
+            folder.rmdir()
+
+    monkeypatch.setattr(locks, "create_folder", removed)
+    with locks.locked(tmp_path, "name", 0):
+        assert (tmp_path / "name" / "0" / "lock").exists()
+    assert len(times) == 2
 
 
 def test_lock_removes_what_a_killed_process_left(run, tmp_path, monkeypatch):
@@ -148,7 +163,7 @@ def test_lock_removes_what_a_killed_process_left(run, tmp_path, monkeypatch):
         with pytest.raises(Crash):
             run.rewind(0)
     assert list(run.folder.glob(".*.new"))
-    with run_folder.locked(tmp_path, run.name, 3):
+    with locks.locked(tmp_path, run.name, 3):
         assert sorted(path.name for path in run.folder.iterdir()) == [
             "config.json", "lock", "metrics.jsonl",
         ]  # fmt: skip

@@ -12,8 +12,8 @@ from training_runs import FEW, assert_same_runs, checkpoint
 
 from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.settings import Options
+from isda.experiments.training.locks import locked
 from isda.experiments.training.loop import Plan, train
-from isda.experiments.training.run_folder import locked
 
 # fixtures
 exact, options = training_runs.exact, training_runs.options

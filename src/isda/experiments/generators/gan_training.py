@@ -20,8 +20,8 @@ from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.settings import Options
 from isda.experiments.training.deadline import Deadline
 from isda.experiments.training.device import choose_kernels, join_processes
+from isda.experiments.training.locks import locked
 from isda.experiments.training.progress import show_epochs
-from isda.experiments.training.run_folder import locked
 from isda.experiments.training.side_by_side import CapturedSteps, graph_sizes
 
 __all__ = ["create_lanes", "load_arrays", "train_gan"]

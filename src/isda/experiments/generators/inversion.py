@@ -26,7 +26,7 @@ from isda.experiments.generators.trained_classifier import TrainedClassifier
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.recipe_checks import require
 from isda.experiments.settings import Options
-from isda.experiments.training.run_folder import locked_folder
+from isda.experiments.training.locks import locked_folder
 
 __all__ = ["Inversion", "show_inversion"]
 

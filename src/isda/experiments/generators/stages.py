@@ -37,7 +37,7 @@ class Stages:
 
     Args:
         folder: folder of the files NAME.pt, with the state, NAME.png, the picture, and NAME.json,
-            the record. Hold its lock, see :func:`locked_folder`.
+            the record. Hold its lock, see :mod:`isda.experiments.training.locks`.
         name: name of the files.
         arguments: what the result depends on, including ``settings`` as a dictionary. A state or
             record with other arguments is not continued.

@@ -104,15 +104,15 @@ def load_classifier(
     # the checkpoint has all weights, including those of a frozen network
     untrained = replace(recipe, pretrained=False, weights="", freeze=False)
     network = Lane.create_network(untrained, own, run.seed)
-    statistics_of = None
+    criterion = None
     with as_input_error(f"{run.folder}: the checkpoint does not fit {recipe.network}"):
         network.load_state_dict(state["average" if recipe.ema else "network"])
     if recipe.method == "isda":
         size, classes = network.num_features, own.num_classes
-        criterion = create_criterion(recipe, num_features=size, num_classes=classes)
+        created = create_criterion(recipe, num_features=size, num_classes=classes)
         with as_input_error(f"{run.folder}: the checkpoint has no valid ISDA statistics"):
-            criterion.load_state_dict(state["criterion"])
-        assert isinstance(criterion, ISDALoss)
-        statistics_of = criterion
+            created.load_state_dict(state["criterion"])
+        assert isinstance(created, ISDALoss)
+        criterion = created
     network.to(device).eval().requires_grad_(False)
-    return TrainedClassifier(run.folder, recipe, network, own, statistics_of)
+    return TrainedClassifier(run.folder, recipe, network, own, criterion)

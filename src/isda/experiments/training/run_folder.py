@@ -6,18 +6,17 @@ them is written, and truncated to the checkpoint on resume.
 """
 
 import contextlib
-import fcntl
 import os
 import stat
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import torch
 
-from isda.experiments.errors import InputError, RunError, RunLocked, reason
+from isda.experiments.errors import InputError, RunError, reason
 from isda.experiments.files import create_folder, sync_folder, write_bytes, write_json, writing
 from isda.experiments.metrics_lines import config_checksum, require_metrics, sealed
 from isda.experiments.networks import LoadedWeights
@@ -27,14 +26,23 @@ from isda.experiments.settings import Recipe
 from isda.experiments.training.environment import environment
 
 __all__ = [
+    "FILES",
     "RunFolder",
-    "locked",
-    "locked_folder",
     "read_checkpoint",
     "replace_checkpoint",
     "require_free",
     "write_config",
 ]
+
+
+FILES = (
+    "config.json",
+    "metrics.jsonl",
+    "predictions.npz",
+    "checkpoint.pt",
+    "checkpoint.previous.pt",
+)
+"""Names of the files of a run."""
 
 
 class RunFolder(Run):
@@ -61,7 +69,8 @@ class RunFolder(Run):
     ) -> Self:
         """Create the folder of a run below ``out``, or open the existing one with ``resume``.
 
-        Hold its lock, see :func:`locked`, if another process may train the same run.
+        Hold its lock, see :mod:`isda.experiments.training.locks`, if another process may train the
+        same run.
 
         Raises:
             InputError: the run exists and ``resume`` is off, or it has a different recipe.
@@ -212,7 +221,15 @@ class RunFolder(Run):
         Raises:
             InputError: the run is not finished, or it has no checkpoint.
         """
-        state = self.load(use)
+
+        def use_all(state: dict[str, Any]) -> None:
+            parts = {"network", "criterion", "data", *(["average"] if self.recipe.ema else [])}
+            if parts - state.keys():
+                raise ValueError(f"it has no {min(parts - state.keys())}")
+            if use is not None:
+                use(state)
+
+        state = self.load(use_all)
         if state is None:
             raise InputError(
                 f"{self.folder} has no checkpoint, like an exported record: copy the whole folder "
@@ -259,78 +276,12 @@ class RunFolder(Run):
         return self.folder / "checkpoint.pt", self.folder / "checkpoint.previous.pt"
 
 
-@contextlib.contextmanager
-def locked(out: Path | str, name: str, seed: int) -> Iterator[None]:
-    """Hold the lock of a run; see :func:`locked_folder`.
-
-    Raises:
-        RunLocked: another process is training the run; nothing has been written.
-    """
-    require_name(name)
-    folder = Path(out) / name / str(seed)
-    try:
-        with locked_folder(folder):
-            for left in _NAMES:  # by a process that was killed while it wrote
-                for path in folder.glob(f".{left}.*.new"):
-                    path.unlink(missing_ok=True)
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()  # if it is empty
-
-
-@contextlib.contextmanager
-def locked_folder(folder: Path, *, use: str = "trained") -> Iterator[None]:
-    """Hold the lock of a folder, which the system also releases if this process dies.
-
-    Creates the folder if it does not exist, and removes it again if nothing was written to it.
-    Otherwise the lock file stays: if it were deleted, a process that has opened it before could
-    lock a file that no later process sees.
-
-    Args:
-        folder: folder of the lock file.
-        use: what the holder of the lock does with the folder, for the message.
-
-    Raises:
-        RunLocked: another process holds the lock; nothing has been written.
-    """
-    with _lock_file(folder, use):
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                if [path.name for path in folder.iterdir()] == ["lock"]:
-                    (folder / "lock").unlink()
-                    folder.rmdir()
-
-
-def _lock_file(folder: Path, use: str) -> IO[str]:
-    """The lock file of a folder, open and locked."""
-    path = folder / "lock"
-    for _ in range(100):
-        create_folder(folder)
-        with writing(path, keep=()):
-            file = open(path, "a")  # noqa: SIM115 - returned
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            file.close()
-            raise RunLocked(f"{folder} is being {use} by another process") from error
-        except OSError:  # a file system without locks
-            return file
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()  # deleted before it was locked
-    raise InputError(f"cannot lock {path}: other processes keep deleting it")
-
-
 def require_free(folders: Iterable[Path]) -> None:
     """Raise InputError if one of the folders already holds a run, or the remains of one."""
     for folder in folders:
         if (folder / "config.json").exists():
             raise InputError(f"{folder} already holds a run: use --resume or a different --out")
-        for name in _NAMES:
+        for name in FILES:
             if (folder / name).exists():
                 raise InputError(
                     f"{folder} has {name} but no config.json: restore config.json or use a "
@@ -372,12 +323,3 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}")
     return state
-
-
-_NAMES = (
-    "config.json",
-    "metrics.jsonl",
-    "predictions.npz",
-    "checkpoint.pt",
-    "checkpoint.previous.pt",
-)

@@ -14,7 +14,8 @@ from isda.experiments.records import Run, export, load_runs, summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.images import require_fit as require_network_fit
-from isda.experiments.training.run_folder import RunFolder, locked, require_free
+from isda.experiments.training.locks import locked
+from isda.experiments.training.run_folder import RunFolder, require_free
 from isda.experiments.training.training_step import Lane
 
 __all__ = [
