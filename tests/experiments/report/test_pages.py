@@ -35,6 +35,14 @@ main = partial(run_command, "report")
 RESULTS = Path(__file__).parents[3] / "results"
 
 
+def test_page_without_figures(out, tmp_path):
+    """The page is written although the records have nothing for a figure."""
+    page = tmp_path / "page.html"
+    with pytest.raises(InputError, match="the records have nothing for a figure"):
+        main(["--runs", str(out), "--page", str(page), "--figures", str(tmp_path / "figures")])
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
 def test_page_into_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (".", str(tmp_path)):

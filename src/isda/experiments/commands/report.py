@@ -62,15 +62,15 @@ def run(words: list[str]) -> None:
     show("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
     for path, is_new in changed.items():
         print(f"{path}: {'updated' if is_new else 'up to date'}")
-    if given.figures is not None:
-        from isda.experiments.report.figures import write_figures  # imports matplotlib
-
-        print(*write_figures(given.figures, runs), sep="\n")
     if given.page is not None:
         from isda.experiments.report.pages import write_report_page  # imports matplotlib
 
         write_report_page(given.page, runs, costs, pictures)
         print(given.page)
+    if given.figures is not None:
+        from isda.experiments.report.figures import write_figures  # imports matplotlib
+
+        print(*write_figures(given.figures, runs), sep="\n")
 
 
 def _export(runs: list[Run], folder: Path) -> None:
