@@ -298,7 +298,7 @@ def _next_step(change: Difference) -> tuple[str, str]:
     if needed is None:
         return (
             "Not clear from these seeds",
-            "A difference of the error of this size takes too many seeds to show.",
+            "An error difference of this size takes too many seeds to show.",
         )
     size = f"{abs(change.mean):.2f} points"
     return (
