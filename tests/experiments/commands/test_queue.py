@@ -142,7 +142,6 @@ def test_all_lines_share_a_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
         yield device, 0, 2
         events.append("leave")
 
-    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(queue, "join_processes", join)
     monkeypatch.setattr(loop, "train", lambda plans, _: events.append("train") or [])
     assert main(["queue", "my queue"]) == 0

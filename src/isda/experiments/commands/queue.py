@@ -4,8 +4,6 @@ Runs that are finished, in the folder of the runs or of the records, are skipped
 or resumed. The command can therefore be stopped or killed at any time and started again.
 """
 
-import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -88,11 +86,10 @@ def run(words: list[str]) -> None:
 
 def _work_through(lines: list[Line], records: Path, device: str) -> list[str]:
     """Train in this process; returns the places of lines that failed."""
-    failed, ranks = [], int(os.environ.get("WORLD_SIZE", 1))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(kept_images())  # lines with the same images load them once
-        if ranks > 1:  # ranks may not find each other in a second process group
-            stack.enter_context(join_processes(device))
+    failed = []
+    # lines with the same images load them once; under torchrun, all lines share a process group,
+    # because ranks may not find each other in a second one
+    with kept_images(), join_processes(device) as (_, _, world):
         for line in lines:
             try:
                 line.task.train_missing(line.title, records)
@@ -103,7 +100,7 @@ def _work_through(lines: list[Line], records: Path, device: str) -> list[str]:
             except BrokenPipeError:  # nobody reads the output any more
                 raise
             except Exception as error:  # of this line, such as an error in a network of your own
-                if ranks > 1:
+                if world > 1:
                     raise  # the other ranks wait for this one
                 reason = reason_of(error)
             else:
