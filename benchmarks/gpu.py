@@ -76,7 +76,7 @@ def commands_of(step: str, out: Path, data: Iterable[str] = DATA) -> list[list[s
         names = [name for kind in data for name in networks(kind)]
         return [[*train, *compile_flags(name)] for name in sorted(names, key=depth)[::-1]]
     if step == "cost":
-        cost = [sys.executable, "-m", "isda.experiments.cli", "cost", "--resume", "--networks"]
+        cost = [sys.executable, "-m", "isda", "cost", "--resume", "--networks"]
         return [
             [
                 *cost,

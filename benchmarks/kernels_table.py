@@ -133,9 +133,12 @@ def _figure(rows: list[Row], ink: str) -> Any:
             panel.plot(found.values(), found.keys(), "o", markersize=4, color=colour, label=form)
             for place, multiple in found.items():
                 if form == "kernels":
-                    text, offset = three_digits(multiple), (5, 0)
-                    panel.annotate(
-                        text, (multiple, place), offset, textcoords="offset points", va="center"
+                    panel.annotate(  # beside the panel, where there are no dots
+                        three_digits(multiple),
+                        (1.02, place),
+                        xycoords=("axes fraction", "data"),
+                        va="center",
+                        color=colour,
                     )
         panel.axvline(1, color=ink, linewidth=0.8, zorder=0)
         panel.set_xscale("log")

@@ -2,7 +2,7 @@
 
 import sys
 
-from isda.experiments.cli import main
+from isda_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -81,7 +81,3 @@ def run(command: str, words: list[str]) -> None:
 
 def _show_warning(message: Warning | str, *_: object) -> None:
     print(f"isda: {message}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -133,7 +133,7 @@ def test_messages_in_boxes() -> None:
 
 
 def test_broken_pipe() -> None:
-    command = [sys.executable, "-m", "isda.experiments.cli", "list"]
+    command = [sys.executable, "-m", "isda", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()
