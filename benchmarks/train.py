@@ -8,11 +8,16 @@ are per run: the time of all runs side by side, divided by their number.
 
     python benchmarks/train.py --networks resnet110 --images 1024 --profile
 
-prints the kernels that the time of a training step and of an evaluation goes to.
+prints the functions that the time of the start-up goes to, and the kernels of a training step and
+of an evaluation.
 """
 
 import argparse
+import contextlib
+import cProfile
 import dataclasses
+import io
+import pstats
 import re
 import sys
 import time
@@ -68,7 +73,7 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("--no-capture", action="store_true")
     parser.add_argument(
-        "--profile", action="store_true", help="print the GPU time of the kernels of an epoch"
+        "--profile", action="store_true", help="print what start-up and epochs spend their time on"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="CSV file to append to")
@@ -131,9 +136,12 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     lanes = [Lane(recipe, seed, data, device) for seed in range(number)]
     runner = SideBySide(lanes, capture=on_gpu and not arguments.no_capture)
     began = time.perf_counter()
-    runner.train_epoch()
-    runner.evaluate()
+    with cProfile.Profile() if arguments.profile else contextlib.nullcontext() as profiler:
+        runner.train_epoch()
+        runner.evaluate()
     start_up = time.perf_counter() - began
+    if profiler is not None:
+        print(function_times(profiler))
     seconds = min(timed(runner, device) for _ in range(arguments.epochs))
     if arguments.profile:
         steps = len(list(lanes[0].images.batch_sizes()))
@@ -167,6 +175,13 @@ def timed(runner: SideBySide, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+def function_times(profiler: cProfile.Profile) -> str:
+    """Host time of the functions that took longest, those that they call included."""
+    lines = io.StringIO()
+    pstats.Stats(profiler, stream=lines).sort_stats("cumulative").print_stats(80)
+    return lines.getvalue().strip()
 
 
 def kernel_times(label: str, function: Callable[[], object], calls: int) -> str:

@@ -56,6 +56,7 @@ class CapturedSteps(Generic[_Lane]):
         self.capture = capture
         self._pool = pool
         self._graphs: dict[tuple[Callable[[_Lane], None], int], torch.cuda.CUDAGraph] = {}
+        self._warm: set[Callable[[_Lane], None]] = set()
 
     def run(self, function: Callable[[_Lane], None], *, times: int = 1) -> None:
         """Call a function on every lane, several times in a row."""
@@ -70,7 +71,9 @@ class CapturedSteps(Generic[_Lane]):
     def _graph(self, function: Callable[[_Lane], None], times: int) -> torch.cuda.CUDAGraph | None:
         """The graph of the calls; None if they can never be captured."""
         if (function, times) not in self._graphs:
-            self._warm_up(function)
+            if function not in self._warm:
+                self._warm_up(function)
+                self._warm.add(function)
             try:
                 self._graphs[function, times] = self._record(function, times)
             except RuntimeError as error:
