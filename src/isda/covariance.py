@@ -83,8 +83,8 @@ class Covariance(nn.Module):
         super().__init__()
         if num_features < 1:
             raise ValueError(f"num_features must be >= 1, got {num_features}")
-        if num_classes < 2:
-            raise ValueError(f"num_classes must be >= 2, got {num_classes}")
+        if num_classes < 1:
+            raise ValueError(f"num_classes must be >= 1, got {num_classes}")
         if not 0 < decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {decay}")
         self.num_features = num_features

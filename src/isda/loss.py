@@ -90,6 +90,10 @@ class ISDALoss(Criterion):
         synchronize: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        if num_classes == 1:
+            raise ValueError(
+                "num_classes must be >= 2, got 1: with one logit, use isda.ISDABCEWithLogitsLoss"
+            )
         super().__init__(
             num_features,
             num_classes,

@@ -136,7 +136,7 @@ def test_without_a_process_group_it_compiles():
     ("args", "options", "message"),
     [
         ((0, 5), {}, "num_features must be >= 1, got 0"),
-        ((4, 1), {}, "num_classes must be >= 2, got 1"),
+        ((4, 0), {}, "num_classes must be >= 1, got 0"),
         ((4, 5), {"decay": 0.0}, r"decay must be in \(0, 1\], got 0.0"),
         ((4, 5), {"precision": "low"}, "precision must be 'high' or 'medium', got 'low'"),
     ],

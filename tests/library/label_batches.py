@@ -15,9 +15,9 @@ N, C, A = 7, 5, 4
 STRENGTH = 0.8
 
 
-def make(device: torch.device, **options: Any) -> ISDABCEWithLogitsLoss:
+def make(device: torch.device, *, classes: int = C, **options: Any) -> ISDABCEWithLogitsLoss:
     options = {"lambda_0": STRENGTH, "ramp": "constant", **options}
-    return ISDABCEWithLogitsLoss(A, C, **options).to(device)
+    return ISDABCEWithLogitsLoss(A, classes, **options).to(device)
 
 
 def batch(

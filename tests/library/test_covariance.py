@@ -218,7 +218,7 @@ def test_checkpoint_of_another_shape(kind, shape, message, device):
     ("width", "classes", "decay", "message"),
     [
         (0, 3, 1.0, "num_features must be >= 1, got 0"),
-        (4, 1, 1.0, "num_classes must be >= 2, got 1"),
+        (4, 0, 1.0, "num_classes must be >= 1, got 0"),
         (4, 3, 0.0, "decay must be in (0, 1], got 0.0"),
         (4, 3, 1.5, "decay must be in (0, 1], got 1.5"),
         (4, 3, float("nan"), "decay must be in (0, 1], got nan"),

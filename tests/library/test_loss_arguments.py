@@ -15,7 +15,10 @@ from isda import FullCovariance, ISDALoss
     ("options", "message"),
     [
         ({"num_features": 0}, "num_features must be >= 1, got 0"),
-        ({"num_classes": 1}, "num_classes must be >= 2, got 1"),
+        (
+            {"num_classes": 1},
+            "num_classes must be >= 2, got 1: with one logit, use isda.ISDABCEWithLogitsLoss",
+        ),
         ({"lambda_0": -1.0}, "lambda_0 must be >= 0 and finite, got -1.0"),
         ({"lambda_0": float("nan")}, "lambda_0 must be >= 0 and finite, got nan"),
         ({"lambda_0": float("inf")}, "lambda_0 must be >= 0 and finite, got inf"),

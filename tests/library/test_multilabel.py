@@ -103,6 +103,22 @@ def test_loss_bounds_the_monte_carlo_loss(device):
     assert (bound[1] > plain[1]).all()  # with all labels, the bound is larger
 
 
+@structures
+def test_one_class(structure, device):
+    """A network with one logit has the loss of a class that is the only one with labels."""
+    x, labels = batch(device)
+    labels[:, 1:] = 0
+    options = {"covariance": structure, "reduction": "none"}
+    expected = make(device, **options)(x.features, x.weight, labels, bias=x.bias)
+    criterion = make(device, classes=1, **options)
+    found = criterion(x.features, x.weight[:1], labels[:, :1], bias=x.bias[:1])
+    torch.testing.assert_close(found, expected[:, :1])
+    plain = F.binary_cross_entropy_with_logits(
+        F.linear(x.features, x.weight[:1], x.bias[:1]), labels[:, :1], reduction="none"
+    )
+    assert ((found > plain + 1e-4) == (labels[:, :1] > 0)).all()
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("train", [False, True])
 def test_without_strength_it_is_torch_binary_cross_entropy(reduction, train, device):
