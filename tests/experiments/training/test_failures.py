@@ -25,6 +25,7 @@ from isda.experiments.records import Run, load_runs, summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import groups, loop, run_folder
 from isda.experiments.training.loop import Plan, train
+from isda.experiments.training.progress import show_epochs
 from isda.experiments.training.training_step import Lane
 
 RECIPE = Recipe(
@@ -100,6 +101,18 @@ def test_the_progress_bar_names_the_methods(
     isda = replace(RECIPE, method="isda", lambda_0=1.0)
     train([Plan("ce", RECIPE, 0), Plan("ce", RECIPE, 1), Plan("isda", isda, 0)], options)
     assert "digits resnet8, ce seed 0 1, isda seed 0:" in capsys.readouterr().err
+
+
+def test_the_progress_bar_has_a_note_until_the_first_epoch_is_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    epochs = show_epochs(0, 2, "label", note="compiling")
+    assert next(epochs) == 0
+    assert "0/2" in capsys.readouterr().err.split("compiling")[0]
+    assert list(epochs) == [1]
+    after = capsys.readouterr().err
+    assert "2/2" in after
+    assert "compiling" not in after
 
 
 def test_an_error_of_another_kind(

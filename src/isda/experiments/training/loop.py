@@ -258,7 +258,8 @@ class _Training:
         saved, stopped = time.monotonic(), False
         recent: deque[float] = deque(maxlen=5)  # seconds of epochs, without the first
         first, show = lanes[0].epoch, self.progress and self.rank == 0
-        for epoch in show_epochs(first, until, label_of(lanes), show=show):
+        note = "compiling" if on_gpu and lanes[0].recipe.compile else ""
+        for epoch in show_epochs(first, until, label_of(lanes), note=note, show=show):
             began = time.perf_counter()
             results = self._train_epoch(runner, members)
             if results is None:

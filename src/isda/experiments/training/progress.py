@@ -12,11 +12,15 @@ from isda.experiments.training.training_step import Lane
 __all__ = ["label_of", "show_epochs", "show_progress"]
 
 
-def show_epochs(first: int, until: int, label: str, *, show: bool = True) -> Iterator[int]:
-    """Epochs to train, with a progress bar."""
+def show_epochs(
+    first: int, until: int, label: str, *, note: str = "", show: bool = True
+) -> Iterator[int]:
+    """Epochs to train, with a progress bar that has a note until the first one is done."""
     with show_progress(until, label, "epoch", first=first, show=show) as bar:
+        bar.set_postfix_str(note)
         for epoch in range(first, until):
             yield epoch
+            bar.set_postfix_str("", refresh=False)
             bar.update()
 
 
