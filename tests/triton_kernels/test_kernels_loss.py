@@ -115,7 +115,9 @@ def test_cross_entropy(shape, shifted, dtype, monkeypatch):
     target[: samples // 3] = -100
     scale, strength = torch.tensor(0.3, dtype=torch.float64), torch.tensor(0.7)
     z, q = logits.double().requires_grad_(), quadratic.double().requires_grad_()
-    losses = F.cross_entropy(z + 0.35 * q if shifted else z, target, reduction="none")
+    total = (z + 0.35 * q if shifted else z).logsumexp(1)
+    at_target = z.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    losses = torch.where(target < 0, 0.0, total - at_target)  # the target's own shift is not used
     counted = max(int((target >= 0).sum()), 1)
     there = [tensor.to(DEVICE) for tensor in (logits, quadratic, target, strength)]
     inputs = (there[0], there[1] if shifted else None, there[2], there[3] if shifted else None)
@@ -152,6 +154,11 @@ def test_cross_entropy_of_a_bad_batch():
     upstream = torch.ones((), device=DEVICE)
     gradient, _ = cuda.cross_entropy_backward(upstream, *inputs, *saved, -100)
     assert not gradient.any()
+    for bad in (torch.nan, torch.inf):
+        there = (torch.full_like(logits, bad), logits, target, torch.ones((), device=DEVICE))
+        _, *saved = cuda.cross_entropy(*there, zero, -100, True)
+        for gradient in cuda.cross_entropy_backward(upstream, *there, *saved, -100):
+            assert torch.equal(gradient, torch.zeros_like(logits))
     infinite = torch.full_like(logits, torch.inf)
     loss, *_ = cuda.cross_entropy(logits, infinite, target, zero.float(), None, -100, True)
     torch.testing.assert_close(loss, F.cross_entropy(logits, target))

@@ -125,13 +125,13 @@ def _cross_entropy(  # type: ignore[no-untyped-def]
         inside = column < num_classes
         place = sample * num_classes + column
         value = tl.load(logits + place, mask=inside, other=-float("inf")).to(tl.float32)
+        at_target += tl.sum(tl.where(column == label, value, 0.0))  # its shift is 0
         if shifted:
             value += _shift(half, quadratic + place, inside)
         new = tl.maximum(largest, tl.max(value))
         shift = tl.where(new == -float("inf"), 0.0, new)  # −inf − −inf is NaN
         summed = summed * tl.exp(largest - shift) + tl.sum(tl.exp(value - shift))
         largest = new
-        at_target += tl.sum(tl.where(column == label, value, 0.0))
     result = largest + tl.log(summed)
     tl.store(total + sample, result)
     loss = tl.where((label < 0) | (label >= num_classes), float("nan"), result - at_target)
@@ -201,11 +201,13 @@ def _cross_entropy_backward(  # type: ignore[no-untyped-def]
         value = tl.load(logits + place, mask=inside, other=0.0).to(tl.float32)
         if shifted:
             value += _shift(half, quadratic + place, inside)
-        share = tl.exp(value - summed) - tl.where(column == label, 1.0, 0.0)
-        result = tl.where(counts, share * (upstream * factor), 0.0)
+        share = tl.exp(value - summed)
+        result = share - tl.where(column == label, 1.0, 0.0)
+        result = tl.where(counts, result * (upstream * factor), 0.0)
         tl.store(logits_grad + place, result.to(logits_grad.dtype.element_ty), mask=inside)
         if shifted:
-            tl.store(quadratic_grad + place, half * result, mask=inside)
+            result = tl.where(counts, half * share * (upstream * factor), 0.0)
+            tl.store(quadratic_grad + place, result, mask=inside)
 
 
 @triton.jit
