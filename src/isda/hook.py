@@ -84,7 +84,7 @@ class Capture:
     def __name__(self) -> str:  # torch.jit.script reads it first
         raise AttributeError(
             "a model with an attached criterion cannot be compiled by torch.jit.script: call "
-            "criterion.remove() first, or use torch.compile"
+            "criterion.remove() first, before copying the model, or use torch.compile"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class ISDABCEWithLogitsLoss(Criterion):
                 strength=strength,
                 class_weight=self.weight,
                 pos_weight=self.pos_weight,
-                reduction="none" if self.reduction == "none" else "sum",
+                reduction="sum" if self.reduction == "mean" else self.reduction,
             )
             self._require_finite(loss, quadratic, strength, world_size)
             if self.step > self._warn_after:

@@ -148,6 +148,7 @@ def scaled_isda_cross_entropy(
         and not target.is_floating_point()
         and not strength.requires_grad
     ):
+        require_reduction(reduction)
         loss, *_ = _fused_cross_entropy(
             logits, quadratic, target, strength.float(), scale, ignore_index, reduction != "none"
         )
@@ -160,7 +161,7 @@ def scaled_isda_cross_entropy(
         class_weight=class_weight,
         label_smoothing=label_smoothing,
         ignore_index=ignore_index,
-        reduction="none" if reduction == "none" else "sum",
+        reduction="sum" if reduction == "mean" else reduction,
     )
     return torch.where(scale == 0, torch.nan, loss * scale.to(loss.dtype))
 

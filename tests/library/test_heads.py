@@ -1,5 +1,6 @@
 """Which layer is attached, and the errors if there is none."""
 
+import copy
 import re
 
 import pytest
@@ -220,8 +221,11 @@ def test_scripted_models():
     criterion = attach(model, head="head", ramp="constant")
     with pytest.raises(AttributeError, match=r"torch\.jit\.script: call criterion\.remove\(\)"):
         torch.jit.script(model)
+    copied = copy.deepcopy(model)
     criterion.remove()
-    scripted = torch.jit.script(model)
+    with pytest.raises(AttributeError, match="before copying the model"):
+        torch.jit.script(copied)  # still has its hook
+    scripted = torch.jit.script(copy.deepcopy(model))
     with pytest.raises(ValueError, match="attach to the original model"):
         attach(scripted)
 

@@ -8,7 +8,7 @@ import torch
 from criteria import A, C, N, assert_bits, batch, bits, call, make
 from reference import Inputs
 
-from isda import FullCovariance, ISDALoss
+from isda import FullCovariance, ISDABCEWithLogitsLoss, ISDALoss
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,17 @@ def test_missing_total_steps_changes_nothing(device):
     with pytest.raises(ValueError, match="total_steps must be set on the criterion, or progress"):
         call(criterion, batch(device))
     assert_bits(criterion, before)
+
+
+@pytest.mark.parametrize("kind", [ISDALoss, ISDABCEWithLogitsLoss])
+def test_unknown_reduction_that_is_set_later(kind, device):
+    """An error, as in torch, not the sum."""
+    criterion = kind(A, C, ramp="constant").to(device)
+    criterion.reduction = "average"
+    x = batch(device)
+    target = x.target if kind is ISDALoss else torch.ones(N, C, device=device)
+    with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'averag"):
+        criterion(x.features, x.weight, target)
 
 
 def test_everything_on_one_device() -> None:
