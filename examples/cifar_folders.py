@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from isda.experiments.data.arrays import ImageArrays, load_data
+from isda.experiments.errors import InputError
 
 
 def write_images(folder: Path, data: ImageArrays, images: Tensor, target: Tensor, most: int) -> int:
@@ -38,7 +39,10 @@ def main() -> None:
     parser.add_argument("--data-root", default="data", help="folder of CIFAR (default: data)")
     parser.add_argument("--download", action="store_true", help="download CIFAR if it is missing")
     given = parser.parse_args()
-    data = load_data(given.data, root=given.data_root, download=given.download)
+    try:
+        data = load_data(given.data, root=given.data_root, download=given.download)
+    except InputError as error:
+        parser.error(str(error))
     assert isinstance(data, ImageArrays)
     train = write_images(given.folder / "train", data, data.train_images, data.train_target,
                          given.images_per_class)  # fmt: skip

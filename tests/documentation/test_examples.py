@@ -61,7 +61,10 @@ def test_cifar_as_image_files(tmp_path: Path) -> None:
     np.savez(tmp_path / "cifar10.npz", **arrays)
     words = ["cifar10", tmp_path / "photos", "--images-per-class", 3,
              "--test-images-per-class", 1, "--data-root", tmp_path]  # fmt: skip
-    done = run_program(ROOT / "examples" / "cifar_folders.py", *words, folder=tmp_path)
+    program = ROOT / "examples" / "cifar_folders.py"
+    missing = run_program(program, *words[:2], folder=tmp_path)
+    assert missing.stderr.splitlines()[-1].startswith("cifar_folders.py: error: cifar10 not found:")
+    done = run_program(program, *words, folder=tmp_path)
     assert done.stdout.endswith("30 training and 10 test images\n"), done.stderr
     classes = sorted(CIFAR10_CLASSES)
     data = ImageFolder(str(tmp_path / "photos" / "train"))

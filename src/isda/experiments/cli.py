@@ -1,5 +1,6 @@
 """The command line: ``isda train``, ``compare`` and the other commands of :mod:`isda_command`."""
 
+import errno
 import io
 import os
 import shlex
@@ -36,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> int:
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning  # type: ignore[assignment]
                 run(words[0], words[1:])
-        sys.stdout.flush()  # raises BrokenPipeError here, not at exit
+        print(end="", flush=True)  # raises BrokenPipeError here, not at exit
     except StoppedElsewhere:
         # another process says why and fails; torchrun would kill it at the first failed process
         return 0
@@ -49,16 +50,18 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"isda: {error}; continue with: {command}", file=sys.stderr)
         return TIME_UP
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 141
     except ModuleNotFoundError as error:
         needed = "install the extra: pip install -e '.[experiments]'"
         print(f"isda: no module named {error.name}; {needed}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        print(f"isda: {error.filename}: {error.strerror}", file=sys.stderr)
+        if error.filename is None:  # files that are written have a WriteError
+            _discard_output()
+        print(f"isda: {error.filename or 'cannot print'}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(interruption(words), file=sys.stderr)
@@ -77,6 +80,11 @@ def run(command: str, words: list[str]) -> None:
         ("generators", command) if command in ("gan", "invert", "neighbours") else (command, "run")
     )
     getattr(import_module(f"isda.experiments.commands.{file}"), function)(words)
+
+
+def _discard_output() -> None:
+    """Print nothing any more, not at exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

@@ -158,6 +158,13 @@ def test_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert name.count("/") == 1
 
 
+@pytest.mark.parametrize("words", [["--out=~/a=b"], ["--out", "~/a=b"]])
+def test_home_folder(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell replaces ~ after an equals sign or in a queue."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train.plan(words).options.out == tmp_path / "a=b"
+
+
 @pytest.mark.parametrize(
     ("flags", "size"),
     [

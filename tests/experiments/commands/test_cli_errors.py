@@ -142,6 +142,15 @@ def test_broken_pipe() -> None:
         assert not process.stderr.read()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_on_a_full_disk() -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "isda", "list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=PATIENCE)
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1)
+    assert done.stderr.startswith(b"isda: cannot print: ")
+
+
 def test_folders_of_images(refused: Callable[..., str], tmp_path: Path) -> None:
     network = ("--network", "timm:test_resnet", "--image-size", "32", "--workers", "0")
 

@@ -289,6 +289,13 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert not Path("runs").exists()
 
 
+def test_dry_run_without_earlier_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["queue", "my queue", "--dry-run"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "all lines 4 8 ? " in text
+    assert "earlier runs, of which there are none, without start-up" in text
+
+
 def test_speeds_of_own_runs_take_precedence() -> None:
     assert main(["train", "digits-resnet8-ce", *QUICK.split()]) == 0
     (run,) = load_runs("runs")

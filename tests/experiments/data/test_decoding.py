@@ -1,5 +1,6 @@
 """Decoding of image files: every format, the sizes that crops need, and unreadable files."""
 
+import pickle
 import shutil
 import warnings
 from dataclasses import replace
@@ -173,6 +174,7 @@ def test_unreadable_images(cache: str, photos: Path) -> None:
     message = str(caught.value)
     assert message.startswith("5 of 32 images cannot be decoded (use --skip-unreadable")
     assert "\n" not in message
+    assert str(pickle.loads(pickle.dumps(caught.value))) == message  # as from --processes
     found = {str(Path(f).relative_to(photos)): r for f, r in caught.value.reasons.items()}
     assert found.keys() == expected.keys()
     for file, reason in expected.items():

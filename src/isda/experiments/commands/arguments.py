@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ def parse(kind: type[_Arguments], command: str, words: list[str], **options: Any
         with contextlib.redirect_stderr(printed):
             return tyro.cli(
                 kind,
-                args=words,
+                args=[_expanded(word) for word in words],
                 prog=f"isda {command}",
                 config=(tyro.conf.OmitArgPrefixes,),
                 **{"description": COMMANDS[command.split()[0]], **options},
@@ -49,6 +50,12 @@ def require_seeds(argument: str, seeds: Sequence[int]) -> None:
     if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
         listed = " ".join(map(str, seeds)) or "none"
         raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")
+
+
+def _expanded(word: str) -> str:
+    """Replace ~ by the home folder where no shell does: in a queue, and in --out=~/runs."""
+    flag, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return flag + sign + os.path.expanduser(value)
 
 
 def _one_line(box: str) -> str:

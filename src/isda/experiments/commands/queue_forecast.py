@@ -58,11 +58,11 @@ def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str
         except InputError as error:
             problems.append(f"{line.place} will fail: {error}")
     width = terminal_width()
+    devices = f" on {', '.join(speeds.devices)}" if speeds.devices else ", of which there are none"
     notes = [
-        "Minutes are estimated from the speed of earlier runs on "
-        f"{', '.join(speeds.devices) or 'no device'}, without start-up; ? means unknown. MiB is "
-        "the size of the largest checkpoint. For lines that choose λ₀, final runs are counted with "
-        "the λ₀ of the recipe.",
+        f"Minutes are estimated from the speed of earlier runs{devices}, without start-up; ? means "
+        "unknown. MiB is the size of the largest checkpoint. For lines that choose λ₀, final runs "
+        "are counted with the λ₀ of the recipe.",
         *([] if options.minutes is None else [_what_fits(found, options.minutes)]),
     ]
     return "\n".join([_table(found, width), "", *(fit(note, width) for note in notes), *problems])
@@ -184,9 +184,11 @@ def _table(lines: Sequence[_Forecast], width: int) -> str:
         size = "?" if one.state is None else f"{one.state / 2**20:.1f}" if one.left else ""
         rows.append([f"{one.line.number}: {one.line.text}", f"{one.left} of {one.total}",
                      str(one.epochs), _minutes(one.seconds), size])  # fmt: skip
-    total = _minutes(sum(one.seconds or 0.0 for one in lines))
-    if any(one.seconds is None for one in lines):
-        total = f"> {total}"
+    known = sum(one.seconds or 0.0 for one in lines)
+    if not any(one.seconds is None for one in lines):
+        total = _minutes(known)
+    else:
+        total = f"> {_minutes(known)}" if known else "?"
     rows.append(["all lines", str(sum(one.left for one in lines)),
                  str(sum(one.epochs for one in lines)), total])  # fmt: skip
     header = ["line", "runs left", "epochs", "minutes", "MiB"]

@@ -43,10 +43,13 @@ class UnreadableFiles(InputError):
     """Files that cannot be decoded, with the reason for each."""
 
     def __init__(self, reasons: dict[str, str], total: int) -> None:
-        self.reasons = reasons
-        shown = [f"{file} ({reason})" for file, reason in reasons.items()]
-        super().__init__(
-            f"{len(shown)} of {total} images cannot be decoded (use --skip-unreadable to skip "
+        super().__init__(reasons, total)  # as pickle needs them, for errors of other processes
+        self.reasons, self.total = reasons, total
+
+    def __str__(self) -> str:
+        shown = [f"{file} ({reason})" for file, reason in self.reasons.items()]
+        return (
+            f"{len(shown)} of {self.total} images cannot be decoded (use --skip-unreadable to skip "
             f"them): {few(shown)}"
         )
 
