@@ -31,6 +31,7 @@ def train_lightning(
     fits: tuple[int, ...] = (),
     norm: bool = False,
     again: bool = False,
+    new_callback: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     import lightning as lightning_package
@@ -73,6 +74,8 @@ def train_lightning(
     part = torch.utils.data.Subset(data, range(rank, len(data), world))  # together the same batches
     loader = DataLoader(part, rank_batch)
     for number in fits or (epochs,):
+        if new_callback:
+            module.criterion = ISDACallback(module.criterion.criterion)
         trainer = lightning_package.Trainer(
             max_epochs=number,
             accelerator="cpu",
@@ -148,10 +151,11 @@ def test_lightning_logs_the_strength_of_counted_passes(tmp_path):
     assert ours["metrics"]["isda/strength"] == pytest.approx(2.0 * 11 / 12)
 
 
-def test_lightning_fits_twice(tmp_path):
+@pytest.mark.parametrize("new_callback", [False, True])
+def test_lightning_fits_twice(new_callback, tmp_path):
     """Each fit restarts the ramp; the statistics are kept."""
     pytest.importorskip("lightning")
-    ours = train_lightning(tmp_path, epochs=1, fits=(1, 3))
+    ours = train_lightning(tmp_path, epochs=1, fits=(1, 3), new_callback=new_callback)
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 18
     assert ours["state"]["criterion.estimator.count"].sum() == 4 * 24
 

@@ -47,6 +47,7 @@ def train_tokens(
     callback: dict[str, Any] | None = None,
     loss: str | None = "isda",
     then_epochs: int = 0,
+    new_callback: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
     import transformers
@@ -101,6 +102,9 @@ def train_tokens(
     trainer.train(resume_from_checkpoint=resume)
     if then_epochs:
         trainer.args.num_train_epochs = then_epochs
+        if new_callback:
+            trainer.remove_callback(ISDACallback)
+            trainer.add_callback(ISDACallback(criterion))
         trainer.train()
     return {
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
@@ -225,13 +229,15 @@ def test_trainer_checkpoints_on_each_node(tmp_path):
     assert (tmp_path / "checkpoint-3" / "isda.pt").exists()
 
 
-def test_trainer_trains_twice(tmp_path):
+@pytest.mark.parametrize("new_callback", [False, True])
+def test_trainer_trains_twice(new_callback, tmp_path):
     """Each call of train() restarts the ramp, as does ``auto_find_batch_size``."""
     pytest.importorskip("transformers")
-    ours = train_tokens(tmp_path, options={"lambda_0": 2.0}, then_epochs=3)
+    again = {"then_epochs": 3, "new_callback": new_callback}
+    ours = train_tokens(tmp_path, options={"lambda_0": 2.0}, **again)
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 24
     given = {"lambda_0": 2.0, "total_steps": 32}
-    ours = train_tokens(tmp_path / "given", options=given, then_epochs=3)
+    ours = train_tokens(tmp_path / "given", options=given, **again)
     assert ours["total_steps"] == ours["state"]["criterion.step"] == 32
 
 

@@ -22,7 +22,12 @@ from isda.attach import AttachedLoss
 from isda.covariance import Covariance
 from isda.criterion import Criterion
 from isda.distributed import ShardedCovariance
-from isda.integrations.steps import count_batches, require_isda
+from isda.integrations.steps import (
+    count_batches,
+    has_total_steps,
+    require_isda,
+    set_total_steps,
+)
 from isda.loss import ISDALoss
 
 __all__ = ["ISDACallback"]
@@ -53,7 +58,7 @@ class ISDACallback(Callback):
         self.criterion = criterion
         self._is_set_up = False
         self._is_training = False
-        self._is_given = criterion.total_steps is not None
+        self._is_given = has_total_steps(criterion)
         self._last: tuple[Tensor, Tensor] | None = None  # λ and target of the last batch
 
     def __call__(self, logits: Tensor, target: Tensor, **options: Any) -> Tensor:
@@ -119,7 +124,7 @@ class ISDACallback(Callback):
         )
         if math.isfinite(batches):
             total_steps = min(total_steps, _num_epochs(trainer) * int(batches))
-        self.criterion.total_steps = total_steps
+        set_total_steps(self.criterion, total_steps)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._is_training = trainer.current_epoch < _num_epochs(trainer)

@@ -1,11 +1,25 @@
 """Shared by the integrations: a check of the criterion, and its number of steps, one per batch."""
 
+import weakref
 from typing import Any
 
 from isda.attach import AttachedLoss
 from isda.criterion import Criterion
 
-__all__ = ["count_batches", "require_isda"]
+__all__ = ["count_batches", "has_total_steps", "require_isda", "set_total_steps"]
+
+_derived: "weakref.WeakKeyDictionary[AttachedLoss, int]" = weakref.WeakKeyDictionary()
+
+
+def has_total_steps(criterion: AttachedLoss) -> bool:
+    """Whether the user has set ``total_steps``, not :func:`set_total_steps` of an earlier run."""
+    total_steps = criterion.total_steps
+    return total_steps is not None and total_steps != _derived.get(criterion)
+
+
+def set_total_steps(criterion: AttachedLoss, total_steps: int) -> None:
+    """Set ``total_steps`` to a number that the integration has derived."""
+    criterion.total_steps = _derived[criterion] = total_steps
 
 
 def count_batches(updates: int, batches_per_epoch: int | None, accumulation: int) -> int:

@@ -25,7 +25,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from isda import distributed
 from isda.attach import AttachedLoss
 from isda.distributed import ShardedCovariance
-from isda.integrations.steps import count_batches, require_isda
+from isda.integrations.steps import (
+    count_batches,
+    has_total_steps,
+    require_isda,
+    set_total_steps,
+)
 from isda.multilabel import ISDABCEWithLogitsLoss
 
 __all__ = ["ISDACallback", "loss_func"]
@@ -111,7 +116,7 @@ class ISDACallback(TrainerCallback):
         require_isda(criterion)
         self.criterion = criterion
         self.resume_from_checkpoint = resume_from_checkpoint
-        self._is_given = criterion.total_steps is not None
+        self._is_given = has_total_steps(criterion)
         self._first_step: int | None = None
 
     def on_train_begin(
@@ -132,9 +137,9 @@ class ISDACallback(TrainerCallback):
                 batches = len(train_dataloader)
             except TypeError:  # an iterable data set
                 batches = None
-            self.criterion.total_steps = count_batches(
-                state.max_steps, batches, args.gradient_accumulation_steps
-            )
+            accumulation = args.gradient_accumulation_steps
+            total_steps = count_batches(state.max_steps, batches, accumulation)
+            set_total_steps(self.criterion, total_steps)
         if state.global_step > 0:
             self._load(args, state)
         self._first_step = int(inner.step)
