@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-__all__ = ["COMMANDS", "USAGE", "interruption", "main"]
+__all__ = ["COMMANDS", "USAGE", "discard_output", "interruption", "main"]
 
 COMMANDS = {
     "train": "Train a recipe, one run per seed.",
@@ -47,6 +47,11 @@ USAGE = "\n".join(
 """The output of ``isda --help``."""
 
 
+def discard_output() -> None:
+    """Print nothing any more, not at exit either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def interruption(words: Sequence[str]) -> str:
     """The message after Ctrl-C: how to continue, if the command can."""
     if words[:1] == ["queue"]:
@@ -79,7 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             print(USAGE, flush=True)
         except BrokenPipeError:  # the reader, such as head, has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            discard_output()
             return 141
         return 0
     from isda.experiments import cli

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import shlex
 import sys
 import warnings
@@ -11,7 +10,7 @@ from importlib import import_module
 
 from isda._version import __version__
 from isda.experiments.errors import InputError, StoppedElsewhere, TimeUp, unknown
-from isda_command import COMMANDS, USAGE, interruption
+from isda_command import COMMANDS, USAGE, discard_output, interruption
 
 __all__ = ["TIME_UP", "main", "run"]
 
@@ -50,18 +49,20 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"isda: {error}; continue with: {command}", file=sys.stderr)
         return TIME_UP
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
-        _discard_output()
+        discard_output()
         return 141
     except ModuleNotFoundError as error:
         needed = "install the extra: pip install -e '.[experiments]'"
         print(f"isda: no module named {error.name}; {needed}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:
+        place = error.filename
+        if place is None and error.errno == errno.ENOSPC:  # of stdout; files have a WriteError
+            discard_output()
+            place = "cannot print"
+        if place is None:
             raise
-        if error.filename is None:  # files that are written have a WriteError
-            _discard_output()
-        print(f"isda: {error.filename or 'cannot print'}: {error.strerror}", file=sys.stderr)
+        print(f"isda: {place}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(interruption(words), file=sys.stderr)
@@ -80,11 +81,6 @@ def run(command: str, words: list[str]) -> None:
         ("generators", command) if command in ("gan", "invert", "neighbours") else (command, "run")
     )
     getattr(import_module(f"isda.experiments.commands.{file}"), function)(words)
-
-
-def _discard_output() -> None:
-    """Print nothing any more, not at exit either."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

@@ -185,10 +185,9 @@ def _table(lines: Sequence[_Forecast], width: int) -> str:
         rows.append([f"{one.line.number}: {one.line.text}", f"{one.left} of {one.total}",
                      str(one.epochs), _minutes(one.seconds), size])  # fmt: skip
     known = sum(one.seconds or 0.0 for one in lines)
-    if not any(one.seconds is None for one in lines):
-        total = _minutes(known)
-    else:
-        total = f"> {_minutes(known)}" if known else "?"
+    total = _minutes(known)
+    if any(one.seconds is None for one in lines):
+        total = f"> {total}" if known else "?"
     rows.append(["all lines", str(sum(one.left for one in lines)),
                  str(sum(one.epochs for one in lines)), total])  # fmt: skip
     header = ["line", "runs left", "epochs", "minutes", "MiB"]

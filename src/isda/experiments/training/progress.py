@@ -17,7 +17,8 @@ def show_epochs(
 ) -> Iterator[int]:
     """Epochs to train, with a progress bar that has a note until the first one is done."""
     with show_progress(until, label, "epoch", first=first, show=show) as bar:
-        bar.set_postfix_str(note)
+        if note:
+            bar.set_postfix_str(note)
         for epoch in range(first, until):
             yield epoch
             bar.set_postfix_str("", refresh=False)
