@@ -115,6 +115,19 @@ def test_the_progress_bar_has_a_note_until_the_first_epoch_is_done(
     assert "compiling" not in after
 
 
+def test_the_remaining_time_does_not_include_the_first_epoch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("tqdm.std.time", lambda: now)
+    epochs = show_epochs(10, 20, "label", note="compiling")
+    for seconds in (1000, 60, 60, 60):  # the first one compiles
+        next(epochs)
+        now += seconds
+    next(epochs)
+    assert "14/20 [03:00<06:00" in capsys.readouterr().err
+
+
 def test_an_error_of_another_kind(
     options: Options, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

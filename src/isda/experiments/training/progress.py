@@ -15,14 +15,23 @@ __all__ = ["label_of", "show_epochs", "show_progress"]
 def show_epochs(
     first: int, until: int, label: str, *, note: str = "", show: bool = True
 ) -> Iterator[int]:
-    """Epochs to train, with a progress bar that has a note until the first one is done."""
+    """Epochs to train, with a progress bar.
+
+    A note says what the first epoch does besides training, such as compiling. It then does not
+    count for the remaining time.
+    """
     with show_progress(until, label, "epoch", first=first, show=show) as bar:
         if note:
             bar.set_postfix_str(note)
         for epoch in range(first, until):
             yield epoch
             bar.set_postfix_str("", refresh=False)
-            bar.update()
+            if note and epoch == first:  # its time predicts nothing
+                bar.unpause()
+                bar.n = bar.initial = bar.last_print_n = first + 1
+                bar.refresh()
+            else:
+                bar.update()
 
 
 def show_progress(
