@@ -9,17 +9,18 @@ sets of tensors in turn.
 """
 
 import argparse
-import csv
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import read_lines, write_rows
 from timing import seconds_per_call, side_stream
 from torch import Tensor
 from torch.nn import functional as F
 
+from isda.experiments.errors import InputError
 from isda.experiments.training.environment import environment
 
 STAGES = ((16, 32), (32, 16), (64, 8))  # channels, height and width
@@ -35,8 +36,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, help="print a CSV file as a Markdown table and exit")
     arguments = parser.parse_args(words)
     if arguments.table:
-        with arguments.table.open(newline="") as file:
-            print(markdown(list(csv.DictReader(file))))
+        try:
+            print(markdown(read_lines(arguments.table, "cudnn", "triton")))
+        except InputError as error:
+            parser.error(str(error))
         return
     if arguments.batch_size < 1:
         parser.error(f"--batch-size must be >= 1, got {arguments.batch_size}")
@@ -46,10 +49,7 @@ def main(words: list[str] | None = None) -> None:
     rows = [row for stage in STAGES for row in measure(arguments.batch_size, *stage)]
     print(markdown(rows))
     if arguments.out:
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0]])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.out, rows)
 
 
 def measure(batch_size: int, channels: int, size: int) -> list[dict[str, Any]]:

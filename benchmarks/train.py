@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import append_row, read_lines
+from rows import read_lines, write_rows
+from timing import seconds_of
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import get_recipe
@@ -117,7 +118,7 @@ def run(arguments: argparse.Namespace) -> None:
                 rows.append(row)
                 print(markdown(rows[-1:]).splitlines()[-1], flush=True)
                 if arguments.out:
-                    append_row(arguments.out, row)
+                    write_rows(arguments.out, [row], append=True)
     print()
     print(markdown(rows))
 
@@ -142,7 +143,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     start_up = time.perf_counter() - began
     if profiler is not None:
         print(function_times(profiler))
-    seconds = min(timed(runner, device) for _ in range(arguments.epochs))
+    seconds = min(seconds_of([runner.train_epoch], device) for _ in range(arguments.epochs))
     if arguments.profile:
         steps = len(list(lanes[0].images.batch_sizes()))
         print(kernel_times("training step", runner.train_epoch, steps * number))
@@ -164,17 +165,6 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
         "start_up_seconds": round(start_up, 1),
         **{key: value or "" for key, value in environment(device).items()},
     }
-
-
-def timed(runner: SideBySide, device: torch.device) -> float:
-    """Seconds of an epoch of training without evaluation."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    runner.train_epoch()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def function_times(profiler: cProfile.Profile) -> str:
