@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isda.experiments.errors import InputError
+from isda.experiments.report.text import markdown_rows
 from isda.experiments.training.environment import environment
 
 STAGES = ((16, 32), (32, 16), (64, 8))  # channels, height and width
@@ -117,13 +118,13 @@ def microseconds(
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table, in µs."""
-    header = "| channels | pixels | result | cuDNN | Triton |\n| ---: | ---: | --- | ---: | ---: |"
-    lines = [
-        f"| {row['channels']} | {row['size']}×{row['size']} | {row['result']} "
-        f"| {float(row['cudnn']):.1f} | {float(row['triton']):.1f} |"
+    header = ["channels", "pixels", "result", "cuDNN", "Triton"]
+    cells = [
+        [str(row["channels"]), f"{row['size']}×{row['size']}", row["result"]]
+        + [f"{float(row[name]):.1f}" for name in ("cudnn", "triton")]
         for row in rows
     ]
-    return "\n".join([header, *lines])
+    return markdown_rows(header, cells, left=(2,), pad=False)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.own_images import OWN_IMAGES
+from isda.experiments.report.text import markdown_rows
 from isda.experiments.settings import Recipe
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
@@ -346,11 +347,8 @@ def fastest(epoch: Callable[[], object], epochs: int, device: torch.device) -> f
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table."""
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |"]
-    lines.append("| --- |" + " ---: |" * (len(COLUMNS) - 1))
-    for row in rows:
-        lines.append("| " + " | ".join(str(row.get(key, "")) for key in COLUMNS) + " |")
-    return "\n".join(lines)
+    cells = [[str(row.get(key, "")) for key in COLUMNS] for row in rows]
+    return markdown_rows([*COLUMNS.values()], cells, pad=False)
 
 
 if __name__ == "__main__":

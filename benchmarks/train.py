@@ -32,6 +32,7 @@ from timing import seconds_of
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import get_recipe
+from isda.experiments.report.text import markdown_rows
 from isda.experiments.settings import Recipe
 from isda.experiments.theoretical_cost import multiply_adds
 from isda.experiments.training.device import join_processes
@@ -228,19 +229,15 @@ def case(row: dict[str, Any]) -> tuple[str, ...]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table, with the time that ISDA adds to cross entropy."""
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |"]
-    lines.append("| --- | --- |" + " ---: |" * (len(COLUMNS) - 2))
     baseline = {case(row): row for row in rows if row["method"] == "ce"}
+    cells = []
     for row in rows:
         added = ""
         if row["method"] != "ce" and case(row) in baseline:
-            ratio = float(row["seconds_per_epoch"]) / float(
-                baseline[case(row)]["seconds_per_epoch"]
-            )
-            added = f"{100 * (ratio - 1):+.1f} %"
-        cells = [str(row.get(key, "")) for key in COLUMNS if key != "added_percent"]
-        lines.append("| " + " | ".join([*cells, added]) + " |")
-    return "\n".join(lines)
+            of_ce = float(baseline[case(row)]["seconds_per_epoch"])
+            added = f"{100 * (float(row['seconds_per_epoch']) / of_ce - 1):+.1f} %"
+        cells.append([str({**row, "added_percent": added}.get(key, "")) for key in COLUMNS])
+    return markdown_rows([*COLUMNS.values()], cells, left=(0, 1), pad=False)
 
 
 if __name__ == "__main__":
