@@ -116,9 +116,7 @@ class Augmentation:
         return images
 
     def _autoaugment(self, images: Tensor, key: Tensor) -> Tensor:
-        from isda.experiments.data.autoaugment import (
-            autoaugment,  # imports torchvision: only if used
-        )
+        from isda.experiments.data.autoaugment import autoaugment  # imports torchvision
 
         return autoaugment(self._crop_and_flip(images, key, 0), fold(key, 3))
 
