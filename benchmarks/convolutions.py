@@ -9,17 +9,19 @@ sets of tensors in turn.
 """
 
 import argparse
-import csv
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import read_lines, write_rows
 from timing import seconds_per_call, side_stream
 from torch import Tensor
 from torch.nn import functional as F
 
+from isda.experiments.errors import InputError
+from isda.experiments.report.text import markdown_rows
 from isda.experiments.training.environment import environment
 
 STAGES = ((16, 32), (32, 16), (64, 8))  # channels, height and width
@@ -35,8 +37,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, help="print a CSV file as a Markdown table and exit")
     arguments = parser.parse_args(words)
     if arguments.table:
-        with arguments.table.open(newline="") as file:
-            print(markdown(list(csv.DictReader(file))))
+        try:
+            print(markdown(read_lines(arguments.table, "cudnn", "triton")))
+        except InputError as error:
+            parser.error(str(error))
         return
     if arguments.batch_size < 1:
         parser.error(f"--batch-size must be >= 1, got {arguments.batch_size}")
@@ -46,10 +50,7 @@ def main(words: list[str] | None = None) -> None:
     rows = [row for stage in STAGES for row in measure(arguments.batch_size, *stage)]
     print(markdown(rows))
     if arguments.out:
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0]])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(arguments.out, rows)
 
 
 def measure(batch_size: int, channels: int, size: int) -> list[dict[str, Any]]:
@@ -117,13 +118,13 @@ def microseconds(
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table, in µs."""
-    header = "| channels | pixels | result | cuDNN | Triton |\n| ---: | ---: | --- | ---: | ---: |"
-    lines = [
-        f"| {row['channels']} | {row['size']}×{row['size']} | {row['result']} "
-        f"| {float(row['cudnn']):.1f} | {float(row['triton']):.1f} |"
+    header = ["channels", "pixels", "result", "cuDNN", "Triton"]
+    cells = [
+        [str(row["channels"]), f"{row['size']}×{row['size']}", row["result"]]
+        + [f"{float(row[name]):.1f}" for name in ("cudnn", "triton")]
         for row in rows
     ]
-    return "\n".join([header, *lines])
+    return markdown_rows(header, cells, left=(2,), pad=False)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,50 +68,36 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit("failed: " + "; ".join(map(shlex.join, failed)))
 
 
-def commands_of(step: str, out: Path, data: Iterable[str] = DATA) -> list[list[str]]:
+def commands_of(step: str, out: Path, data: Collection[str] = DATA) -> list[list[str]]:
     """Commands of a step."""
-    train = [sys.executable, str(FOLDER / "train.py")]
-    kernels = [sys.executable, str(FOLDER / "kernels.py"), "--out", str(out / "kernels.csv")]
     if step == "compile":
         names = [name for kind in data for name in networks(kind)]
+        train = [sys.executable, str(FOLDER / "train.py")]
         return [[*train, *compile_flags(name)] for name in sorted(names, key=depth)[::-1]]
     if step == "cost":
         cost = [sys.executable, "-m", "isda", "cost", "--resume", "--networks"]
         return [
-            [
-                *cost,
-                *networks(kind),
-                "--steps",
-                str(DATA[kind]),
-                "--out",
-                str(out / f"cost_{kind}.csv"),
-            ]
-            for kind in data
+            [*cost, *networks(kind), "--steps", str(steps), "--out", str(out / f"cost_{kind}.csv")]
+            for kind, steps in DATA.items()
+            if kind in data
         ]
+    measure = [sys.executable, str(FOLDER / f"{step}.py"), "--out", str(out / f"{step}.csv")]
     if step == "kernels":
         pieces = ("--pieces", "update and quadratic", "loss")
         return [
-            [*kernels, "--precision", "medium"],
-            [*kernels, "--precision", "high", "--shapes", *HIGH, *pieces],
+            [*measure, "--precision", "medium"],
+            [*measure, "--precision", "high", "--shapes", *HIGH, *pieces],
         ]
     if step == "convolutions":
-        return [
-            [
-                sys.executable,
-                str(FOLDER / "convolutions.py"),
-                "--out",
-                str(out / "convolutions.csv"),
-            ]
-        ]
+        return [measure]
     if step == "input":
-        images = [sys.executable, str(FOLDER / "input.py"), "--out", str(out / "input.csv")]
         small = ["--images", "22000", "--classes", "100", "--size", "64", "--image-size", "64"]
         photos = ["--images", "4000", "--size", "500", "375", "--image-size", "224"]
         return [
-            [*images, *small, "--side-by-side", "1", "6", "--compare", "30"],
-            [*images, *photos, "--side-by-side", "1", "3"],
+            [*measure, *small, "--side-by-side", "1", "6", "--compare", "30"],
+            [*measure, *photos, "--side-by-side", "1", "3"],
         ]
-    timed = [*train, "--out", str(out / "train.csv"), "--epochs", "3", "--networks"]
+    timed = [*measure, "--epochs", "3", "--networks"]
     return [
         [*timed, "resnet32", "--side-by-side", "1", "6"],
         [*timed, "resnet110", "--side-by-side", "1", "4"],

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from rows import append_row, read_lines
+from rows import read_lines, write_rows
+from timing import seconds_of
 from torch import Tensor
 
 from isda.experiments.data.arrays import load_data
@@ -36,6 +37,7 @@ from isda.experiments.data.folder_cache import DecodedImages, decode_folder
 from isda.experiments.data.folders import FolderImages
 from isda.experiments.errors import InputError
 from isda.experiments.own_images import OWN_IMAGES
+from isda.experiments.report.text import markdown_rows
 from isda.experiments.settings import Recipe
 from isda.experiments.training.device import join_processes
 from isda.experiments.training.environment import environment
@@ -143,7 +145,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         rows.append(empty | found)
         print(markdown(rows[-1:]).splitlines()[-1], flush=True)
         if arguments.out:
-            append_row(arguments.out, rows[-1])
+            write_rows(arguments.out, rows[-1:], append=True)
     print()
     print(markdown(rows))
 
@@ -339,25 +341,14 @@ def exhaust(batches: Iterator[object]) -> None:
 
 def fastest(epoch: Callable[[], object], epochs: int, device: torch.device) -> float:
     """Seconds of the fastest epoch, after one that is not timed."""
-    seconds = []
-    for _ in range(epochs + 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        epoch()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+    seconds = [seconds_of([epoch], device) for _ in range(epochs + 1)]
     return min(seconds[1:])
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table."""
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |"]
-    lines.append("| --- |" + " ---: |" * (len(COLUMNS) - 1))
-    for row in rows:
-        lines.append("| " + " | ".join(str(row.get(key, "")) for key in COLUMNS) + " |")
-    return "\n".join(lines)
+    cells = [[str(row.get(key, "")) for key in COLUMNS] for row in rows]
+    return markdown_rows([*COLUMNS.values()], cells, pad=False)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import torch
 from authors import peer_loss, peer_structure
 from device import extra_device_memory, out_of_memory, require_device
 from kernels_table import COMPILED, FLOORED, Row, Shape, draw, line, markdown
-from rows import append_row, read_rows
+from rows import read_rows, write_rows
 from timing import Call, is_gpu, seconds_per_call, side_stream
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows.append(row)
             print(line(row), flush=True)
             if options.out:
-                append_row(options.out, dataclasses.asdict(row))
+                write_rows(options.out, [dataclasses.asdict(row)], append=True)
     if options.plot:
         if not any(row.floor_multiple for row in rows):
             sys.exit(f"nothing to draw: no numbers for {', '.join(FLOORED)}")

@@ -11,13 +11,12 @@ the baseline losses of Table 4, which have no covariance. Each case runs in its 
 """
 
 import argparse
-import csv
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from device import (
 )
 from direct import DirectLoss
 from loss_table import Row, draw, markdown
-from rows import read_rows, three_digits
+from rows import read_rows, three_digits, write_rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -109,11 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         rows.append(row)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
+        write_rows(options.out, [asdict(row) for row in rows])
         draw(rows, options.plot or options.out.with_suffix(".png"))
 
 

@@ -1,6 +1,5 @@
 """The results of loss.py: a line of its CSV, its Markdown tables, and its bar chart."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,8 @@ FORMS = {  # title and colour
     "large_margin": ("large margin", "#3d405b"),
 }
 
-Group = tuple[tuple[int, int, int, str], list["Row"]]  # N, C, A, structure; its rows
+Case = tuple[int, int, int, str]  # N, C, A, structure
+Groups = dict[Case, dict[str, "Row"]]  # rows of a case by form
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Row:
 def markdown(rows: list[Row]) -> str:
     """Markdown tables: the covariance structures, then the baselines, if there are any."""
     groups = _groups(rows)
-    structured = [group for group in groups if group[0][3] != "none"]
-    baselines = [group for group in groups if group[0][3] == "none"]
+    structured = {case: group for case, group in groups.items() if case[3] != "none"}
+    baselines = {case: group for case, group in groups.items() if case[3] == "none"}
     return "\n\n".join(_table(part) for part in (structured, baselines) if part)
 
 
@@ -63,14 +63,12 @@ def draw(rows: list[Row], path: Path) -> None:
     ):
         for form, (title, colour) in FORMS.items():
             bars = []  # left edge, height, width
-            for place, (_, group) in enumerate(groups):
-                present = _present(group)
+            for place, group in enumerate(groups.values()):
+                present = [name for name in FORMS if name in group]
                 width = 0.8 / len(present)
-                bars += [
-                    (place - 0.4 + width * present.index(form), value, width)
-                    for row in _only(group, form=form)
-                    if (value := getattr(row, quantity)) is not None
-                ]
+                value = getattr(group.get(form), quantity, None)
+                if value is not None:
+                    bars.append((place - 0.4 + width * present.index(form), value, width))
             if bars:
                 panel.bar(*zip(*bars, strict=True), align="edge", color=colour, label=title)
         panel.set_yscale("log")
@@ -81,7 +79,7 @@ def draw(rows: list[Row], path: Path) -> None:
         range(len(groups)),
         [
             f"{'baselines' if structure == 'none' else structure}\n{n}, {c}, {a}"
-            for (n, c, a, structure), _ in groups
+            for n, c, a, structure in groups
         ],
         rotation=60,
         fontsize=8,
@@ -93,55 +91,44 @@ def draw(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _groups(rows: list[Row]) -> list[Group]:
+def _groups(rows: list[Row]) -> Groups:
     """Rows of each shape and structure; cross entropy belongs to every one."""
     others = [row for row in rows if row.form != "ce"] or rows
-    groups: dict[tuple[int, int, int, str], list[Row]] = {
-        (row.N, row.C, row.A, row.structure): [] for row in others
-    }
+    groups: Groups = {(row.N, row.C, row.A, row.structure): {} for row in others}
     for (*shape, structure), group in groups.items():
-        same = [row for row in rows if shape == [row.N, row.C, row.A]]
-        group += [row for row in same if row.form == "ce" or row.structure == structure]
-    return list(groups.items())
+        for row in rows:
+            if shape == [row.N, row.C, row.A] and (row.form == "ce" or row.structure == structure):
+                group[row.form] = row
+    return groups
 
 
-def _table(groups: list[Group]) -> str:
+def _table(groups: Groups) -> str:
     """A line for each shape and structure, a column for each form."""
-    structured = groups[0][0][3] != "none"
-    forms = _present(row for _, group in groups for row in group)
+    structured = next(iter(groups))[3] != "none"
+    forms = [form for form in FORMS if any(form in group for group in groups.values())]
     head = ["N, C, A", *["covariance"] * structured, *(FORMS[form][0] for form in forms)]
     head += ["direct ÷ torch-isda"] * structured
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for (*shape, structure), group in groups:
+    for (*shape, structure), group in groups.items():
         cells = [", ".join(map(str, shape)), *[structure] * structured]
-        cells += [_cell(_only(group, form=form)) for form in forms]
+        cells += [_cell(group.get(form)) for form in forms]
         if structured:
-            cells.append(_ratio(_only(group, form="direct"), _only(group, form="library")))
+            cells.append(_ratio(group.get("direct"), group.get("library")))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _present(rows: Iterable[Row]) -> list[str]:
-    """Forms that the rows have."""
-    found = {row.form for row in rows}
-    return [form for form in FORMS if form in found]
+def _cell(row: Row | None) -> str:
+    if row is None or row.milliseconds is None:
+        return row.note if row else ""
+    return f"{three_digits(row.milliseconds)} ms, {three_digits(row.extra_mebibytes)} MiB"
 
 
-def _only(rows: list[Row], *, form: str) -> list[Row]:
-    return [row for row in rows if row.form == form]
-
-
-def _cell(found: list[Row]) -> str:
-    if not found or found[0].milliseconds is None:
-        return found[0].note if found else ""
-    return f"{three_digits(found[0].milliseconds)} ms, {three_digits(found[0].extra_mebibytes)} MiB"
-
-
-def _ratio(slow: list[Row], fast: list[Row]) -> str:
-    if not (slow and fast) or slow[0].milliseconds is None or fast[0].milliseconds is None:
+def _ratio(slow: Row | None, fast: Row | None) -> str:
+    if not (slow and slow.milliseconds and fast and fast.milliseconds):
         return ""
-    assert slow[0].extra_mebibytes is not None
-    assert fast[0].extra_mebibytes is not None
-    time_ratio = slow[0].milliseconds / fast[0].milliseconds
-    memory_ratio = slow[0].extra_mebibytes / max(fast[0].extra_mebibytes, 0.01)
+    assert slow.extra_mebibytes is not None
+    assert fast.extra_mebibytes is not None
+    time_ratio = slow.milliseconds / fast.milliseconds
+    memory_ratio = slow.extra_mebibytes / max(fast.extra_mebibytes, 0.01)
     return f"{time_ratio:.1f}× time, {memory_ratio:.1f}× memory"

@@ -2,13 +2,13 @@
 
 import csv
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from isda.experiments.errors import InputError
 
-__all__ = ["append_row", "read_lines", "read_rows", "three_digits"]
+__all__ = ["read_lines", "read_rows", "three_digits", "write_rows"]
 
 T = TypeVar("T")
 
@@ -44,15 +44,15 @@ def read_lines(path: Path, *columns: str) -> list[dict[str, Any]]:
     return lines
 
 
-def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append a row to a CSV file at once, so that it is kept if a later row fails."""
-    new = not path.exists()
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], *, append: bool = False) -> None:
+    """Write a CSV file; with ``append``, keep the rows that it has."""
+    new = not (append and path.exists())
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+    with path.open("w" if new else "a", newline="") as file:
+        writer = csv.DictWriter(file, [*rows[0]], lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerow(row)
+        writer.writerows(rows)
 
 
 def three_digits(value: float | None) -> str:

@@ -3,13 +3,13 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 
-__all__ = ["Call", "is_gpu", "seconds_per_call", "side_stream"]
+__all__ = ["Call", "is_gpu", "seconds_of", "seconds_per_call", "side_stream"]
 
 Call = Callable[[], object]
 
@@ -19,7 +19,7 @@ PATIENCE = 1.0  # seconds after which a slow case is not repeated further than t
 
 def seconds_per_call(calls: list[Call], device: str, *, repeat: int, capture: bool = True) -> float:
     """Median seconds per call over several series; on a GPU, each series replays a CUDA graph."""
-    series = partial(_run, calls, device)
+    series = partial(seconds_of, calls, device)
     if is_gpu(device) and capture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -40,7 +40,18 @@ def side_stream(device: str) -> AbstractContextManager[object]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if is_gpu(device) else nullcontext()
 
 
-def is_gpu(device: str) -> bool:
+def seconds_of(calls: Sequence[Call], device: str | torch.device) -> float:
+    """Seconds until the device has finished all calls."""
+    wait = torch.cuda.synchronize if is_gpu(device) else lambda: None
+    wait()
+    began = time.perf_counter()
+    for call in calls:
+        call()
+    wait()
+    return time.perf_counter() - began
+
+
+def is_gpu(device: str | torch.device) -> bool:
     """Whether a device is a GPU."""
     return torch.device(device).type == "cuda"
 
@@ -54,14 +65,3 @@ def _replay(graph: torch.cuda.CUDAGraph, number: int) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3 / number
-
-
-def _run(calls: list[Call], device: str) -> float:
-    """Seconds until the device has finished all calls."""
-    wait = torch.cuda.synchronize if is_gpu(device) else lambda: None
-    wait()
-    began = time.perf_counter()
-    for call in calls:
-        call()
-    wait()
-    return time.perf_counter() - began

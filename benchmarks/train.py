@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rows import append_row, read_lines
+from rows import read_lines, write_rows
+from timing import seconds_of
 
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.recipes import get_recipe
+from isda.experiments.report.text import markdown_rows
 from isda.experiments.settings import Recipe
 from isda.experiments.theoretical_cost import multiply_adds
 from isda.experiments.training.device import join_processes
@@ -117,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
                 rows.append(row)
                 print(markdown(rows[-1:]).splitlines()[-1], flush=True)
                 if arguments.out:
-                    append_row(arguments.out, row)
+                    write_rows(arguments.out, [row], append=True)
     print()
     print(markdown(rows))
 
@@ -142,7 +144,7 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
     start_up = time.perf_counter() - began
     if profiler is not None:
         print(function_times(profiler))
-    seconds = min(timed(runner, device) for _ in range(arguments.epochs))
+    seconds = min(seconds_of([runner.train_epoch], device) for _ in range(arguments.epochs))
     if arguments.profile:
         steps = len(list(lanes[0].images.batch_sizes()))
         print(kernel_times("training step", runner.train_epoch, steps * number))
@@ -164,17 +166,6 @@ def measure(recipe: Recipe, number: int, arguments: argparse.Namespace) -> dict[
         "start_up_seconds": round(start_up, 1),
         **{key: value or "" for key, value in environment(device).items()},
     }
-
-
-def timed(runner: SideBySide, device: torch.device) -> float:
-    """Seconds of an epoch of training without evaluation."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    runner.train_epoch()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
 
 
 def function_times(profiler: cProfile.Profile) -> str:
@@ -238,19 +229,15 @@ def case(row: dict[str, Any]) -> tuple[str, ...]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table, with the time that ISDA adds to cross entropy."""
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |"]
-    lines.append("| --- | --- |" + " ---: |" * (len(COLUMNS) - 2))
     baseline = {case(row): row for row in rows if row["method"] == "ce"}
+    cells = []
     for row in rows:
         added = ""
         if row["method"] != "ce" and case(row) in baseline:
-            ratio = float(row["seconds_per_epoch"]) / float(
-                baseline[case(row)]["seconds_per_epoch"]
-            )
-            added = f"{100 * (ratio - 1):+.1f} %"
-        cells = [str(row.get(key, "")) for key in COLUMNS if key != "added_percent"]
-        lines.append("| " + " | ".join([*cells, added]) + " |")
-    return "\n".join(lines)
+            of_ce = float(baseline[case(row)]["seconds_per_epoch"])
+            added = f"{100 * (float(row['seconds_per_epoch']) / of_ce - 1):+.1f} %"
+        cells.append([str({**row, "added_percent": added}.get(key, "")) for key in COLUMNS])
+    return markdown_rows([*COLUMNS.values()], cells, left=(0, 1), pad=False)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ def main() -> None:
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
-    images = F.interpolate(images, size=24, mode="bilinear").expand(
-        -1, 3, -1, -1
-    )  # (1797, 3, 24, 24)
+    images = F.interpolate(images, size=24, mode="bilinear")  # (1797, 1, 24, 24)
+    images = images.expand(-1, 3, -1, -1)
     target = torch.tensor(digits.target)
 
     model = resnet18(num_classes=10)

@@ -46,9 +46,7 @@ def create_shapes(number: int, generator: torch.Generator) -> tuple[Tensor, Tens
     kind = torch.randint(1, CLASSES, (number, 1, 1), generator=generator)
     dx, dy = (x - center[0]).abs(), (y - center[1]).abs()
     distances = [(dx**2 + dy**2).sqrt(), torch.maximum(dx, dy).float(), dx + 0.2 * dy]
-    distance = torch.stack(distances, 1).gather(1, (kind - 1)[:, None].expand(-1, 1, SIZE, SIZE))[
-        :, 0
-    ]
+    distance = torch.stack(distances, 1)[torch.arange(number), kind.flatten() - 1]  # (N, H, W)
     target = torch.where(distance < radius, kind, 0)
     colors = 0.6 * torch.eye(3)[kind.flatten() - 1]  # color of the shape, plus noise
     colors = colors + 0.4 * torch.randn(number, 3, generator=generator)

@@ -1,5 +1,6 @@
 """Folders of small photographs: made, decoded, and trained on."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -78,9 +79,9 @@ def count_decoding(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     decode = folder_cache._decode
 
-    def counting(*arguments: object) -> None:
+    def counting(*arguments: object) -> Iterator[Tensor]:
         calls.append("decoded")
-        decode(*arguments)  # type: ignore[arg-type]
+        yield from decode(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(folder_cache, "_decode", counting)
     return calls

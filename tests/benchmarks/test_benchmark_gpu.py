@@ -7,11 +7,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from scripts import load
+from scripts import RECORDS, load, table_of
 
 from isda.experiments.networks import NETWORKS
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 PAPER = {*NETWORKS} - {"resnet8"}
 OUT = Path("records")
 
@@ -107,8 +106,25 @@ def test_convolutions(tmp_path: Path) -> None:
 def test_convolutions_table_is_that_of_its_record(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    record = SCRIPT.parents[1] / "results" / "benchmarks" / "convolutions_h200.csv"
-    load("convolutions").main(["--table", str(record)])
-    page = (SCRIPT.parents[1] / "docs" / "speed.md").read_text(encoding="utf-8")
-    table = page.split("<!-- table:convolutions_h200 -->\n")[1].split("<!-- /table -->")[0]
-    assert capsys.readouterr().out == table
+    load("convolutions").main(["--table", str(RECORDS / "convolutions_h200.csv")])
+    assert capsys.readouterr().out.strip() == table_of("docs/speed.md", "convolutions_h200")
+
+
+def test_convolutions_are_written_to_a_new_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Not lost after the measurement."""
+    script, out = load("convolutions"), tmp_path / "records" / "convolutions.csv"
+    row = {"channels": 16, "size": 32, "result": "output", "cudnn": 20.25, "triton": 4.5}
+    monkeypatch.setattr(script, "measure", lambda *_: [row])
+    monkeypatch.setattr(script.torch.cuda, "is_available", lambda: True)
+    script.main(["--out", str(out)])
+    script.main(["--out", str(out)])  # replaces the file
+    printed = capsys.readouterr().out
+    script.main(["--table", str(out)])
+    table = capsys.readouterr().out
+    assert table.count("| 16 |") == 3
+    assert printed == 2 * table
+    with pytest.raises(SystemExit, match="2"):
+        script.main(["--table", str(tmp_path / "nowhere.csv")])
+    assert "cannot read" in capsys.readouterr().err

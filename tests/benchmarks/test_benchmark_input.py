@@ -5,10 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scripts import load
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "input.py"
-RECORDS = SCRIPT.parents[1] / "results" / "benchmarks"
+from scripts import FOLDER, RECORDS, load, table_of
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +64,7 @@ def test_the_documentation_shows_the_records(
     record: Path, main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["--table", str(record)])
-    page = (SCRIPT.parents[1] / "docs" / "speed.md").read_text()
-    shown = page.split(f"<!-- table:{record.stem} -->\n")[1].split("\n<!-- /table -->")[0]
-    assert shown == capsys.readouterr().out.strip()
+    assert capsys.readouterr().out.strip() == table_of("docs/speed.md", record.stem)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +76,7 @@ def test_the_documentation_shows_the_records(
         ("--images 5 --classes 6", "--classes must be between 2 and the number of images"),
         ("--device cuda:99", "GPU 99 not found"),
         ("--table nowhere.csv", "cannot read nowhere.csv"),
-        (f"--table {SCRIPT}", "is not a CSV file of this script"),
+        (f"--table {FOLDER / 'input.py'}", "is not a CSV file of this script"),
     ],
 )
 def test_mistakes(

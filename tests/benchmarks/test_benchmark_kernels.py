@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from scripts import load
+from scripts import RECORDS, load, table_of
 from test_benchmark_loss import PEER
 
 import isda
 from isda import ops
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "kernels.py"
 PIECES = ["update", "quadratic", "update and quadratic", "quadratic backward", "loss"]
 
 
@@ -255,8 +254,5 @@ def test_peer_is_timed(benchmark: ModuleType, tmp_path: Path) -> None:
 def test_table_of_the_page_is_that_of_its_record(
     benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = SCRIPT.parents[1]
-    benchmark.main(["--table", str(root / "results" / "benchmarks" / "kernels_h200.csv")])
-    page = (root / "docs" / "speed.md").read_text()
-    table = page.split("<!-- table:kernels_h200 -->\n")[1].split("\n<!-- /table -->")[0]
-    assert table == capsys.readouterr().out.strip()
+    benchmark.main(["--table", str(RECORDS / "kernels_h200.csv")])
+    assert capsys.readouterr().out.strip() == table_of("docs/speed.md", "kernels_h200")

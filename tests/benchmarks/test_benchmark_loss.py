@@ -9,14 +9,12 @@ from typing import Any, get_args
 import pytest
 import torch
 from programs import run_program
-from scripts import load
+from scripts import FOLDER, RECORDS, load, table_of
 from torch import nn
 
 import isda
 from isda.experiments.settings import Method
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "loss.py"
 COLUMNS = "device,form,structure,N,C,A,milliseconds,extra_mebibytes,torch,threads,note"
 PEER = """
 import torch
@@ -53,13 +51,12 @@ def direct() -> ModuleType:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_program(SCRIPT, *arguments)
+    return run_program(FOLDER / "loss.py", *arguments)
 
 
 def recorded(name: str, table: ModuleType) -> list[Any]:
     """Rows of a record in results/."""
-    path = ROOT / "results" / "benchmarks" / f"{name}.csv"
-    return list(load("rows").read_rows(path, table.Row))
+    return load("rows").read_rows(RECORDS / f"{name}.csv", table.Row)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -201,9 +198,7 @@ def test_forms_can_be_chosen(tmp_path: Path, device: torch.device) -> None:
     ("page", "name"), [("README.md", "loss_cpu"), ("docs/baselines.md", "baselines_cpu")]
 )
 def test_pages_show_the_recorded_numbers(table: ModuleType, page: str, name: str) -> None:
-    text = (ROOT / page).read_text()
-    shown = text.split(f"<!-- table:{name} -->")[1].split("<!-- /table -->")[0].strip()
-    assert shown == table.markdown(recorded(name, table))
+    assert table_of(page, name) == table.markdown(recorded(name, table))
 
 
 def test_peer_needs_a_gpu(tmp_path: Path) -> None:

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
-from scripts import load
+from scripts import FOLDER, RECORDS, ROOT, load, table_of
 
 from isda.experiments.records import load_runs
 from isda.experiments.report.blocks import update_markdown
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "train.py"
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +34,7 @@ def run(
 def test_both_methods_are_timed(run: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "new" / "speed.csv"
     flags = ("--data", "digits", "--networks", "resnet8", "--images", "48", "--device", "cpu")
-    done = run_program(SCRIPT, *flags, "--set", "batch_size=16", "--out", out)
+    done = run_program(FOLDER / "train.py", *flags, "--set", "batch_size=16", "--out", out)
     assert done.returncode == 0, done.stderr
     printed = done.stdout
     rows = list(csv.DictReader(out.open()))
@@ -60,10 +57,7 @@ def test_both_methods_are_timed(run: Callable[..., str], tmp_path: Path) -> None
         (["--side-by-side", "2", "0"], "--side-by-side must be >= 1"),
         (["--device", "cuda:99"], "GPU 99 not found"),
         (["--table", "nowhere.csv"], "cannot read nowhere.csv"),
-        (
-            ["--table", str(ROOT / "results" / "benchmarks" / "loss_cpu.csv")],
-            "is not a CSV file of",
-        ),
+        (["--table", str(RECORDS / "loss_cpu.csv")], "is not a CSV file of"),
     ],
 )
 def test_mistakes(
@@ -94,9 +88,8 @@ def test_rows_are_compared_with_their_own_baseline(run: Callable[..., str], tmp_
 
 
 def test_speed_table_is_that_of_its_record(run: Callable[..., str]) -> None:
-    page = (ROOT / "docs" / "speed.md").read_text()
-    table = page.split("<!-- table:train_h200 -->\n")[1].split("\n<!-- /table -->")[0]
-    assert table == run("--table", ROOT / "results" / "benchmarks" / "train_h200.csv").strip()
+    shown = run("--table", RECORDS / "train_h200.csv").strip()
+    assert shown == table_of("docs/speed.md", "train_h200")
 
 
 def test_results_table_is_that_of_the_records(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from isda.experiments.data.arrays import (
     ImageArrays,
-    load_data,
     normalize,
     rank_slice,
     split,
@@ -123,8 +122,7 @@ def test_split_in_proportion() -> None:
 @pytest.mark.parametrize("rest", [False, True])
 def test_draw_of_images_per_class(rest: bool) -> None:
     """The same number of every class, by seed; no image is in both sets."""
-    digits = load_data("digits")
-    assert isinstance(digits, ImageArrays)
+    digits = arrays_of("digits")
     every = torch.cat((digits.train_images, digits.test_images)).flatten(1)
     drawn = [digits.draw(10, seed=seed, test_on_rest=rest) for seed in (0, 0, 1)]
     for one in drawn:
@@ -151,8 +149,7 @@ def test_draw_of_images_per_class(rest: bool) -> None:
 
 
 def test_images_keep_their_targets_in_a_draw() -> None:
-    digits = load_data("digits")
-    assert isinstance(digits, ImageArrays)
+    digits = arrays_of("digits")
     drawn = digits.draw(3, seed=5, test_on_rest=True)
     target = {image.numpy().tobytes(): int(label) for images, labels in (
         (digits.train_images, digits.train_target), (digits.test_images, digits.test_target),

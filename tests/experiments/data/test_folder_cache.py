@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,8 +114,8 @@ def test_files_that_change_while_they_are_decoded(
 ) -> None:
     decode = folder_cache._decode
 
-    def slow(*arguments: object) -> None:
-        decode(*arguments)  # type: ignore[arg-type]
+    def slow(*arguments: object) -> Iterator[torch.Tensor]:
+        yield from decode(*arguments)  # type: ignore[arg-type]
         touch(photos / "train" / "cat" / "1.png")
 
     monkeypatch.setattr(folder_cache, "_decode", slow)

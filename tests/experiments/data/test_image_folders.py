@@ -5,42 +5,26 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from loaded_data import message_of
-from PIL import Image
-
-from isda.experiments.data.arrays import load_data
-from isda.experiments.data.folders import FolderImages
-
-SIZE = 16
+from photo_folders import files_of, make_image
 
 
-def folder_of(path: Path, **options: object) -> FolderImages:
-    options = {"image_size": SIZE, "workers": 0} | options
-    data = load_data(f"imagefolder:{path}", **options)  # type: ignore[arg-type]
-    assert isinstance(data, FolderImages)
-    return data
-
-
-def make_images(path: Path, classes: dict[str, int], *, seed: int = 0) -> None:
-    random = np.random.default_rng(seed)
+def make_images(path: Path, classes: dict[str, int]) -> None:
     for name, number in classes.items():
-        (path / name).mkdir(parents=True)
         for i in range(number):
-            pixels = random.integers(0, 256, (20 + i % 3, 30, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(path / name / f"{i}.{'png' if i % 2 else 'jpg'}")
+            make_image(path / name / f"{i}.{'png' if i % 2 else 'jpg'}", (20, 30), i)
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     make_images(tmp_path / "train", {"cat": 9, "dog": 6, "owl": 6})
-    make_images(tmp_path / "val", {"dog": 4, "cat": 3}, seed=1)
+    make_images(tmp_path / "val", {"dog": 4, "cat": 3})
     return tmp_path
 
 
 def test_folder(photos: Path) -> None:
-    data = folder_of(photos)
+    data = files_of(photos)
     assert data.class_names == ("cat", "dog", "owl")
     assert data.num_classes == 3
     assert (len(data.train_files), len(data.test_files)) == (21, 7)
@@ -50,21 +34,21 @@ def test_folder(photos: Path) -> None:
     ):
         assert [Path(f).parent.name for f in files] == [data.class_names[c] for c in target]
     (photos / "val").rename(photos / "test")
-    assert len(folder_of(photos).test_files) == 7
+    assert len(files_of(photos).test_files) == 7
 
 
 def test_folder_is_split_where_it_has_no_test_part(tmp_path: Path) -> None:
     make_images(tmp_path, {"cat": 15, "dog": 10, ".cache": 3})
-    data = folder_of(tmp_path)
+    data = files_of(tmp_path)
     assert data.class_names == ("cat", "dog")
     assert data.train_target.bincount().tolist() == [12, 8]
     assert data.test_target.bincount().tolist() == [3, 2]
     assert len(set(data.train_files) | set(data.test_files)) == 25
-    assert folder_of(tmp_path).test_files == data.test_files
+    assert files_of(tmp_path).test_files == data.test_files
 
 
 def test_folder_hold_out(photos: Path) -> None:
-    data = folder_of(photos)
+    data = files_of(photos)
     held = data.hold_out(7)
     assert held.test_target.bincount().tolist() == [3, 2, 2]
     assert sorted(held.train_files + held.test_files) == sorted(data.train_files)
@@ -90,7 +74,7 @@ def test_wrong_folders(tmp_path: Path) -> None:
     assert message_of(spec) == f"{tmp_path} has classes without images that PIL can read: dog"
     make_images(tmp_path, {"owl": 1, "rat": 1})
     (tmp_path / "dog" / "notes.txt").rename(tmp_path / "dog" / "0.jpg")
-    assert folder_of(tmp_path).num_classes == 4  # no image, which is found when it is decoded
+    assert files_of(tmp_path).num_classes == 4  # no image, which is found when it is decoded
     assert "must have train/ and val/" in message_of("imagenet", root=tmp_path)
 
 
@@ -98,10 +82,10 @@ def test_wrong_folders(tmp_path: Path) -> None:
     "parts", [("Train", "Val"), ("training", "validation"), ("Training", "Testing")]
 )
 def test_names_of_the_parts(parts: tuple[str, str], photos: Path) -> None:
-    expected = folder_of(photos)
+    expected = files_of(photos)
     for part, name in zip(("train", "val"), parts, strict=True):
         (photos / part).rename(photos / name)
-    found = folder_of(photos)
+    found = files_of(photos)
     assert found.class_names == expected.class_names
     assert (len(found.train_files), len(found.test_files)) == (21, 7)
 
@@ -113,17 +97,17 @@ def test_a_test_part_with_another_name(photos: Path) -> None:
     assert message_of(f"imagefolder:{photos}").startswith(message)
     (photos / "eval" / "dog").rename(photos / "eval" / "emu")
     (photos / "eval" / "cat").rename(photos / "eval" / "yak")
-    assert len(folder_of(photos).test_files) == 4  # of 21 training images
+    assert len(files_of(photos).test_files) == 4  # of 21 training images
 
 
 def test_hidden_files_are_not_images(photos: Path) -> None:
     """As in archives made by macOS, and beside notebooks."""
-    expected = folder_of(photos)
+    expected = files_of(photos)
     for name in ("._0.jpg", ".checkpoints/0.jpg"):
         path = photos / "train" / "cat" / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
-    assert folder_of(photos).train_files == expected.train_files
+    assert files_of(photos).train_files == expected.train_files
 
 
 def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
@@ -132,10 +116,10 @@ def test_parts_without_folders_of_classes(tmp_path: Path) -> None:
     message = f"{tmp_path} must have train/ and val/ with one folder per class"
     assert message_of(f"imagefolder:{tmp_path}") == message
     make_images(tmp_path, {"bus": 5})  # train as the name of a class
-    assert folder_of(tmp_path).class_names == ("bus", "train", "val")
+    assert files_of(tmp_path).class_names == ("bus", "train", "val")
     (tmp_path / "val").rename(tmp_path / "van")
     make_images(tmp_path / "train", {"fast": 5})
-    assert folder_of(tmp_path).class_names == ("bus", "train", "van")
+    assert files_of(tmp_path).class_names == ("bus", "train", "van")
     shutil.rmtree(tmp_path / "train" / "fast")
     (tmp_path / "van").rename(tmp_path / "val")
     make_images(tmp_path / "train", {"cat": 5, "dog": 5})
@@ -147,7 +131,7 @@ def test_names_that_are_hard_to_show(tmp_path: Path) -> None:
     """Any name is a class; in a message it is one line."""
     names = {'<b title="cat">': 5, "two\nlines": 5, "été ☃": 5, "back\\slash": 5}
     make_images(tmp_path, names)
-    assert folder_of(tmp_path).class_names == tuple(sorted(names))
+    assert files_of(tmp_path).class_names == tuple(sorted(names))
     (tmp_path / "no\nimages").mkdir()
     assert message_of(f"imagefolder:{tmp_path}").endswith(
         "without images that PIL can read: no\\nimages"
@@ -170,13 +154,13 @@ def test_links(tmp_path: Path) -> None:
         (photos / "dog" / "one.png", photos / "cat" / "1.png"),
     ):
         place.symlink_to(target)
-    data = folder_of(photos)
+    data = files_of(photos)
     assert data.class_names == ("cat", "dog")
     files = [Path(file).relative_to(photos) for file in data.train_files + data.test_files]
     assert len(files) == len(set(files)) == 16
     assert sum(file.parts[:2] == ("dog", "more") for file in files) == 5
     (photos / "cat" / "loop.png").symlink_to(photos / "cat" / "loop.png")
-    assert len(folder_of(photos).train_files + folder_of(photos).test_files) == 17  # unreadable
+    assert len(files_of(photos).train_files + files_of(photos).test_files) == 17  # unreadable
 
 
 def test_a_class_that_cannot_be_read(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,13 +182,13 @@ def test_pipes_are_not_images(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "cat" / "pipe.png")
     (tmp_path / "dog" / "link.png").symlink_to(tmp_path / "cat" / "pipe.png")
     (tmp_path / "dog" / "broken.png").symlink_to("nowhere")
-    files = folder_of(tmp_path).train_files + folder_of(tmp_path).test_files
+    files = files_of(tmp_path).train_files + files_of(tmp_path).test_files
     assert sorted({Path(file).stem for file in files}) == ["0", "1", "2", "3", "4", "broken"]
 
 
 def test_a_class_of_one_image(tmp_path: Path) -> None:
     make_images(tmp_path, {"cat": 12, "dog": 12, "emu": 1})
-    data = folder_of(tmp_path)
+    data = files_of(tmp_path)
     assert data.train_target.bincount().tolist() == [9, 10, 1]  # which class has 9 is random
     assert data.test_target.bincount(minlength=3).tolist() == [3, 2, 0]
 
@@ -217,7 +201,7 @@ def test_many_classes(tmp_path: Path) -> None:
             folder = tmp_path / part / f"{number:05}"
             folder.mkdir(parents=True)
             (folder / "0.jpg").hardlink_to(tmp_path / "one" / "0.jpg")
-    data = folder_of(tmp_path)
+    data = files_of(tmp_path)
     assert data.num_classes == 10_000
     assert data.train_target.tolist() == data.test_target.tolist() == list(range(10_000))
 

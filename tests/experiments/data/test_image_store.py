@@ -1,6 +1,7 @@
 """Images that the runs of a command train on: counted, decoded once, and freed before the next."""
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,9 +97,9 @@ def test_images_are_freed_before_the_next_are_loaded(
     alive: list[object] = []
     decode = folder_cache._decode
 
-    def spying(*arguments: object) -> None:
+    def spying(*arguments: object) -> Iterator[torch.Tensor]:
         alive.append(first())
-        decode(*arguments)  # type: ignore[arg-type]
+        yield from decode(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(folder_cache, "_decode", spying)
     store.get(replace(recipe, image_size=SIZE + 4), options, CPU)

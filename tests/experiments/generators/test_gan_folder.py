@@ -1,6 +1,7 @@
 """Folders of GANs: exact resume, epochs that change, damage, and the commands."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from isda.experiments.cli import main
 from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.generators import gan_training
 from isda.experiments.generators.gan_folder import GanFolder
-from isda.experiments.generators.gan_settings import GANS, GanSettings, get_gan
+from isda.experiments.generators.gan_settings import GANS, get_gan
 from isda.experiments.generators.gan_training import train_gan
 from isda.experiments.generators.trained_generator import load_generator
 from isda.experiments.records import load_runs
@@ -117,7 +118,7 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch) -> None:
     assert "epochs must be a whole number >= 1" in refused("wgan", "--epochs", "0")
     assert "seed must be different integers" in refused("wgan", "--seed", "-1")
     with pytest.raises(InputError, match="epochs must be a whole number >= 1, got inf"):
-        GanSettings.from_dict({**get_gan("wgan").as_dict(), "epochs": float("inf")})
+        replace(get_gan("wgan"), epochs=float("inf"))
     assert "--gan cgan contradicts" in refused("wgan", "--gan", "cgan")
     (folder / "checkpoint.pt").write_bytes(b"PK")
     assert "checkpoint.pt is damaged" in refused("acgan", *flags, "--resume")

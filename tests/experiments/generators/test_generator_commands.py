@@ -74,7 +74,7 @@ def test_bad_input_is_one_line(folder, capsys, monkeypatch, tmp_path) -> None:
     assert "judge must be a different run" in refused(*invert, "--judge", run)
     assert "start must be random or decoder" in refused(*invert, "--start", "zero")
     assert "samples must be between" in refused(*invert, "--samples", "0")
-    assert "samples must be between" in refused("neighbours", run, "--samples", "0")
+    assert "samples must be >= 1, got 0" in refused("neighbours", run, "--samples", "0")
     assert "eta must be >= 0" in refused(*invert, "--eta", "-1")
     assert "eigenvectors must be between 0 and 64" in refused(
         "neighbours", run, "--eigenvectors", "65"

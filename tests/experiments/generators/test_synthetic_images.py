@@ -59,6 +59,16 @@ def test_every_batch_has_the_share_and_every_real_image_comes_once(
     assert len(first) < 5 or not torch.equal(mixed.images[number:], first)
 
 
+@pytest.mark.parametrize(("share", "number"), [(1e-4, 1438), (1 - 1e-4, 1438), (1e-3, 438)])
+def test_a_share_of_nothing_or_everything_is_refused(
+    generators, digits, device, share: float, number: int
+) -> None:
+    generator = load_generator(generators / "digits-acgan" / "0", device)
+    data = digits if number == len(digits.train_target) else digits.hold_out(1000)
+    with pytest.raises(InputError, match=rf"synthetic must be .* to {number}, got {share}"):
+        SyntheticImages(generator, data, share)
+
+
 def test_a_run_trains_on_the_mixture(generators, digits, device) -> None:
     options = Options(generators=generators)
     lane = Lane(RECIPE, 0, digits, device, generator=generator_of(RECIPE, digits, options, device))

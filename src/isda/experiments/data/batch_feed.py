@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ class BatchFeed:
         device: device to copy the batches to.
     """
 
+    _epoch: "_Epoch | None" = None
+
     def __init__(
         self,
         images: PackedImages | ImageFiles,
@@ -57,16 +59,15 @@ class BatchFeed:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: _Slot | None = None  # on its way to the device
         self._last: _Slot | None = None  # was copied to the fixed addresses
-        self._epoch = _Epoch()
 
     def begin(self, batches: Sequence[_Batch]) -> None:
         """Prepare these batches, instead of those that have not been loaded so far."""
-        self._epoch.stop()
+        if self._epoch is not None:
+            self._epoch.stop()
         if self._stream is not None:
             self._stream.synchronize()
         self._ahead = self._last = None
-        self._epoch = _Epoch()
-        self._epoch.start(self._source, self._source_target, batches, self._slots)
+        self._epoch = _Epoch(self._source, self._source_target, batches, self._slots)
 
     def load(self) -> None:
         """Copy the next batch to the fixed addresses.
@@ -74,11 +75,13 @@ class BatchFeed:
         Raises:
             InputError: one of its images cannot be decoded.
         """
-        slot = self._ahead or self._send(self._epoch.take())
+        epoch = self._epoch
+        assert epoch is not None, "begin() comes first"
+        slot = self._ahead or self._send(epoch.take())
         if self._last is not None:
             if self._last.sent is not None:
                 self._last.sent.synchronize()  # long done: its buffers can be filled again
-            self._epoch.free.put(self._last)
+            epoch.free.put(self._last)
         if slot.sent is not None:
             torch.cuda.current_stream().wait_event(slot.sent)
         self._pixels[: slot.length].copy_(slot.pixels[: slot.length])
@@ -86,11 +89,11 @@ class BatchFeed:
         if slot.used is not None:
             slot.used.record()
         self._last, self._ahead = slot, None
-        if self._stream is not None and not self._epoch.ready.empty():
-            self._ahead = self._send(self._epoch.take())
+        if self._stream is not None and not epoch.ready.empty():
+            self._ahead = self._send(epoch.take())
 
     def __del__(self) -> None:
-        if hasattr(self, "_epoch"):  # else __init__ has failed
+        if self._epoch is not None:
             self._epoch.stop()
 
     def _send(self, slot: "_Slot") -> "_Slot":
@@ -127,26 +130,23 @@ class _Slot:
         return cls(buffer, table, *copies, sent=torch.cuda.Event(), used=torch.cuda.Event())
 
 
-@dataclass(eq=False)
 class _Epoch:
     """The thread that prepares the batches of an epoch; it holds no reference to the feed."""
 
-    free: "queue.SimpleQueue[_Slot | None]" = field(default_factory=queue.SimpleQueue)
-    ready: "queue.SimpleQueue[_Slot | Exception]" = field(default_factory=queue.SimpleQueue)
-    thread: threading.Thread | None = None
-
-    def start(
+    def __init__(
         self,
         images: PackedImages | ImageFiles,
         target: Tensor,
         batches: Sequence[_Batch],
         slots: Sequence[_Slot],
     ) -> None:
+        self._images, self._target, self._batches = images, target, batches
+        self.free: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[_Slot | Exception] = queue.SimpleQueue()
         for slot in slots:
             self.free.put(slot)
-        arguments = (images, target, batches, self.free, self.ready)
-        self.thread = threading.Thread(target=_prepare, args=arguments, daemon=True)
-        self.thread.start()
+        self._thread = threading.Thread(target=self._prepare, daemon=True)
+        self._thread.start()
 
     def take(self) -> _Slot:
         """The next batch that is ready; waits for it."""
@@ -157,59 +157,47 @@ class _Epoch:
 
     def stop(self) -> None:
         """End the thread after the batch that it prepares."""
-        if self.thread is not None:
-            while not self.free.empty():
-                self.free.get()
-            self.free.put(None)
-            self.thread.join()
+        while not self.free.empty():
+            self.free.get()
+        self.free.put(None)
+        self._thread.join()
 
+    def _prepare(self) -> None:
+        """Fill one slot after the other."""
+        images = self._images
+        threads = max(1, images.threads) if isinstance(images, ImageFiles) else _THREADS
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                for start, numbers in self._batches:
+                    slot = self.free.get()
+                    if slot is None:
+                        return
+                    self._fill(slot, start, numbers, pool, threads)
+                    self.ready.put(slot)
+        except Exception as error:
+            self.ready.put(error)
 
-def _prepare(
-    images: PackedImages | ImageFiles,
-    target: Tensor,
-    batches: Sequence[_Batch],
-    free: "queue.SimpleQueue[_Slot | None]",
-    ready: "queue.SimpleQueue[_Slot | Exception]",
-) -> None:
-    """Fill one slot after the other."""
-    threads = max(1, images.threads) if isinstance(images, ImageFiles) else _THREADS
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            for start, numbers in batches:
-                slot = free.get()
-                if slot is None:
-                    return
-                _fill(slot, images, target, start, numbers, pool, threads)
-                ready.put(slot)
-    except Exception as error:
-        ready.put(error)
+    def _fill(
+        self, slot: _Slot, start: int, numbers: list[int], pool: ThreadPoolExecutor, threads: int
+    ) -> None:
+        """Copy or decode the images of a batch, several at a time."""
+        images = self._images
+        size = images.size[numbers].numpy()  # (n, 2)
+        ends = size.prod(1).cumsum()
+        begins = ends - size.prod(1)
+        table = slot.table_buffer[start : start + len(numbers)].numpy()
+        table[:, _OFFSET], table[:, _SIZE] = begins, size
+        table[:, _TARGET] = self._target[numbers].numpy()
+        slot.length = int(ends[-1]) if numbers else 0
 
+        def read(places: range) -> None:
+            for place in places:
+                pixels = slot.buffer[begins[place] : ends[place]]
+                if isinstance(images, ImageFiles):
+                    images.read(numbers[place], pixels)
+                else:
+                    first = int(images.offset[numbers[place]])
+                    np.copyto(pixels.numpy(), images.pixels[first : first + len(pixels)].numpy())
 
-def _fill(
-    slot: _Slot,
-    images: PackedImages | ImageFiles,
-    target: Tensor,
-    start: int,
-    numbers: list[int],
-    pool: ThreadPoolExecutor,
-    threads: int,
-) -> None:
-    """Copy or decode the images of a batch, several at a time."""
-    size = images.size[numbers].numpy()  # (n, 2)
-    ends = size.prod(1).cumsum()
-    begins = ends - size.prod(1)
-    table = slot.table_buffer[start : start + len(numbers)].numpy()
-    table[:, _OFFSET], table[:, _SIZE], table[:, _TARGET] = begins, size, target[numbers].numpy()
-    slot.length = int(ends[-1]) if numbers else 0
-
-    def read(places: range) -> None:
-        for place in places:
-            pixels = slot.buffer[begins[place] : ends[place]]
-            if isinstance(images, ImageFiles):
-                images.read(numbers[place], pixels)
-            else:
-                first = int(images.offset[numbers[place]])
-                np.copyto(pixels.numpy(), images.pixels[first : first + len(pixels)].numpy())
-
-    for _ in pool.map(read, [range(i, len(numbers), threads) for i in range(threads)]):
-        pass
+        for _ in pool.map(read, [range(i, len(numbers), threads) for i in range(threads)]):
+            pass

@@ -8,8 +8,8 @@ when complete, and replaces files with the same settings for images that have ch
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +61,12 @@ class CacheFile:
             return None
         return size, content[: length - table]
 
-    def write(self, size: Tensor, decode: Callable[[Callable[[Tensor], None]], None]) -> Tensor:
+    def write(self, size: Tensor, parts: Generator[Tensor, None, None]) -> Tensor:
         """Create the file, unless another process has done so meanwhile, and map its bytes.
 
         Args:
             size: sizes of the training images.
-            decode: function that passes the bytes, in order, to its argument.
+            parts: the bytes of all images, in order; not used if the file exists.
         """
         with _locked(self.path.parent):
             found = self.read()
@@ -81,12 +81,9 @@ class CacheFile:
                     stale.unlink(missing_ok=True)  # a process that has mapped it can go on
             new = self.path.with_suffix(f".{secrets.token_hex(4)}.new")
             try:
-                with writing(self.path, temporary=new, keep=()), new.open("xb") as file:
-
-                    def append(content: Tensor) -> None:
-                        content.numpy().tofile(file)
-
-                    decode(append)
+                with writing(self.path, keep=()), closing(parts), new.open("xb") as file:
+                    for part in parts:
+                        part.numpy().tofile(file)
                     file.write(size.to(torch.int32).numpy().tobytes())
                     file.flush()
                     os.fsync(file.fileno())

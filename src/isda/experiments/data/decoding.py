@@ -148,22 +148,22 @@ def decode_center_crop(
 
 def stored_sizes(
     files: Sequence[str], *, image_size: int, threads: int
-) -> list[tuple[int, int] | str]:
+) -> list[tuple[int, int] | None]:
     """Height and width of each file after :func:`decode_resized`, from the headers of the files.
 
-    If a file is not an image, the reason takes the place of its size.
+    None takes the place of the size of a file that is not an image.
     """
     side = resize_side(image_size)
 
-    def size(file: str) -> tuple[int, int] | str:
+    def size(file: str) -> tuple[int, int] | None:
         try:
             with Image.open(file) as image:
                 width, height = image.size
                 if _orientation(image) in _TRANSPOSED:
                     width, height = height, width
             _require_ratio(height, width)
-        except Exception as error:  # decoders raise all kinds of errors
-            return _reason(error)
+        except Exception:  # decoders raise all kinds of errors
+            return None
         short = min(height, width)
         if short <= side:
             return height, width

@@ -7,7 +7,7 @@ choice does not change the results.
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,12 +139,15 @@ def decode_folder(
     if stored is not None:
         content = stored[1].to(device) if place == "device" else stored[1]
     elif file is not None and place == "disk":
-        content = file.write(size, partial(_decode, data, size))
+        content = file.write(size, _decode(data, size))
     else:
         content = torch.empty(
             total, dtype=torch.uint8, device=device if place == "device" else "cpu"
         )
-        _decode(data, size, _filling(content))
+        filled = 0
+        for part in _decode(data, size):
+            content[filled : filled + len(part)].copy_(part)
+            filled += len(part)
     area = size.prod(1)
     pixels = content[:train_bytes].view(-1, 3)
     side = data.image_size
@@ -189,7 +192,7 @@ def _choose(cache: str, total: int, device: torch.device, path: Path, *, on_disk
 def _sizes(data: FolderImages) -> Tensor:
     """Height and width of the stored training images (N, 2)."""
     found = stored_sizes(data.train_files, image_size=data.image_size, threads=data.workers)
-    if any(isinstance(size, str) for size in found):
+    if None in found:
         _require_readable(data)
         raise InputError(f"images under {data.path} changed while they were read: try again")
     return torch.tensor(found, dtype=torch.int64).view(-1, 2)
@@ -219,27 +222,27 @@ def center_crops(data: FolderImages, files: tuple[str, ...]) -> ImageFiles:
     return ImageFiles(files, size, decode, data.workers)
 
 
-def _decode(data: FolderImages, size: Tensor, store: Callable[[Tensor], None]) -> None:
-    """Decode all training and test images, and pass their bytes to ``store`` in order."""
+def _decode(data: FolderImages, size: Tensor) -> Generator[Tensor, None, None]:
+    """Bytes of all training and test images, decoded, in order and in parts.
+
+    Raises:
+        UnreadableFiles: some files cannot be decoded; after all of them have been tried.
+    """
     bad: dict[str, str] = {}
     total = len(data.train_files) + len(data.test_files)
     label = f"decoding {data.name}"
     with image_bar(label, total) as bar, ThreadPoolExecutor(max(1, data.workers)) as pool:
         for images in (_files(data, size), center_crops(data, data.test_files)):
             for numbers in _chunks(images.size):
-                ends = images.size[numbers].prod(1).cumsum(0).tolist()
-                pixels = torch.empty(ends[-1], 3, dtype=torch.uint8)
-                parts = [
-                    pixels[end - area : end]
-                    for end, area in zip(ends, images.size[numbers].prod(1).tolist(), strict=True)
-                ]
-                reasons = pool.map(images.try_to_read, numbers, parts)
+                areas = images.size[numbers].prod(1).tolist()
+                pixels = torch.empty(sum(areas), 3, dtype=torch.uint8)
+                reasons = pool.map(images.try_to_read, numbers, pixels.split(areas))
                 for number, reason in zip(numbers, reasons, strict=True):
                     bar.update()
                     if reason:
                         bad[images.files[number]] = reason
                 if not bad:
-                    store(pixels.view(-1))
+                    yield pixels.view(-1)
     if bad:
         raise UnreadableFiles(bad, total)
 
@@ -251,18 +254,6 @@ def _chunks(size: Tensor) -> Iterator[range]:
     for count in torch.unique_consecutive(chunk, return_counts=True)[1].tolist():
         yield range(start, start + count)
         start += count
-
-
-def _filling(content: Tensor) -> Callable[[Tensor], None]:
-    """Function that fills ``content`` with the bytes that it is called with, one after another."""
-    filled = 0
-
-    def store(part: Tensor) -> None:
-        nonlocal filled
-        content[filled : filled + len(part)].copy_(part)
-        filled += len(part)
-
-    return store
 
 
 def _free_memory(device: torch.device) -> int:

@@ -156,6 +156,12 @@ def load_folder(
     test_samples = _samples(test, class_names, left_out) if test else []
     if test and not test_samples:
         raise InputError(f"{one_line(test)} has no images")
+    filled = {number for _, number in samples}
+    empty = [name for number, name in enumerate(class_names) if number not in filled]
+    if empty:
+        raise InputError(
+            f"{one_line(train)} has classes without images that PIL can read: {few(empty)}"
+        )
     found = FolderImages(
         name=name,
         path=path,
@@ -170,11 +176,6 @@ def load_folder(
         test_crop=test_crop,
         test_source=one_line(test) if test else "",
     )
-    empty = _absent(found)
-    if empty:
-        raise InputError(
-            f"{one_line(train)} has classes without images that PIL can read: {few(empty)}"
-        )
     if test:
         return found
     try:
@@ -252,8 +253,3 @@ def _above(path: Path) -> set[tuple[int, int]]:
 def _identity(path: str | Path) -> tuple[int, int]:
     found = os.stat(path)
     return found.st_dev, found.st_ino
-
-
-def _absent(data: FolderImages) -> list[str]:
-    count = data.train_target.bincount(minlength=data.num_classes).tolist()
-    return [name for name, number in zip(data.class_names, count, strict=True) if not number]

@@ -8,7 +8,7 @@ so that a report never takes a GAN for a run.
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class GanFolder:
         content = read_bytes(path, most=2**20)
         try:
             config = json.loads(content)
-            self.settings = GanSettings.from_dict(config["settings"])
+            self.settings = GanSettings(**config["settings"])
             self.seed = config["seed"]
             if type(self.seed) is not int:
                 raise TypeError(f"seed {self.seed!r}")
@@ -64,13 +64,13 @@ class GanFolder:
                     "different --out"
                 )
             create_folder(folder)
-            config = {"settings": settings.as_dict(), "seed": seed}
+            config = {"settings": asdict(settings), "seed": seed}
             write_config(folder / "gan.json", {**config, "environment": environment(device)})
             return cls(folder)
         if not resume:
             raise InputError(f"{folder} already holds a GAN: use --resume or a different --out")
         found = cls(folder)
-        before, now = found.settings.as_dict(), settings.as_dict()
+        before, now = asdict(found.settings), asdict(settings)
         changed = [f"{key} {before[key]!r} → {now[key]!r}" for key in now
                    if before[key] != now[key] and key != "epochs"]  # fmt: skip
         if changed:
@@ -89,7 +89,7 @@ class GanFolder:
 
     def save(self, name: str, state: dict[str, Any]) -> None:
         """Write ``checkpoint.pt`` or ``generator.pt`` under a temporary name and rename it."""
-        state = {**state, "settings": self.settings.as_dict(), "seed": self.seed}
+        state = {**state, "settings": asdict(self.settings), "seed": self.seed}
         replace_checkpoint(self.folder / name, state)
 
     def load(
@@ -107,7 +107,7 @@ class GanFolder:
         try:
             state = read_checkpoint(path)
             its = {**state["settings"], "epochs": self.settings.epochs}
-            if its != self.settings.as_dict() or state["seed"] != self.seed:
+            if its != asdict(self.settings) or state["seed"] != self.seed:
                 raise InputError(
                     f"{path} is the {path.stem} of another GAN: restore the one of this GAN"
                 )

@@ -6,7 +6,6 @@ until the generator has no gradient. Neither uses statistics over the batch in t
 """
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +88,6 @@ class Critic(nn.Module):
         self, settings: GanSettings, num_classes: int, image_shape: tuple[int, ...]
     ) -> None:
         super().__init__()
-        bound: Callable[[nn.Module], nn.Module]
-        bound = (lambda layer: layer) if settings.penalty else spectral_norm
         layers: list[nn.Module] = []
         before = image_shape[0]
         side, number = doublings(image_shape)
@@ -106,9 +103,10 @@ class Critic(nn.Module):
         self.head = nn.Linear(features, num_classes) if has_head else None
         self.codes = nn.Linear(features, settings.codes) if settings.codes else None
         _initialise(self)
-        for layer in [*self.layers, self.score, self.classes]:
-            if isinstance(layer, nn.Conv2d | nn.Linear | nn.Embedding):
-                bound(layer)
+        if not settings.penalty:
+            for layer in [*self.layers, self.score, self.classes]:
+                if isinstance(layer, nn.Conv2d | nn.Linear | nn.Embedding):
+                    spectral_norm(layer)
 
     def forward(self, images: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         features = self.layers(images)

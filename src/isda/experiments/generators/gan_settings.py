@@ -1,13 +1,11 @@
 """Settings of the four GANs of Table 4 (Appendix B)."""
 
-import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
-from isda.experiments.errors import InputError, unknown
+from isda.experiments.errors import unknown
 from isda.experiments.recipe_checks import require
 from isda.experiments.settings import GanName
 
@@ -101,18 +99,6 @@ class GanSettings:
     def name(self) -> str:
         """Name of the folder of its runs: ``<data>-<gan>``."""
         return f"{self.data}-{self.gan}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Fields as JSON values; the inverse of ``from_dict``."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "GanSettings":
-        """Settings from the fields of a file."""
-        try:
-            return cls(**fields)
-        except TypeError as error:  # a missing or unknown field, or a wrong type
-            raise InputError(f"not valid settings of a GAN: {error}") from error
 
 
 def get_gan(name: str) -> GanSettings:

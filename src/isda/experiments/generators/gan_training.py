@@ -24,7 +24,7 @@ from isda.experiments.training.locks import locked
 from isda.experiments.training.progress import show_epochs
 from isda.experiments.training.side_by_side import CapturedSteps, graph_sizes
 
-__all__ = ["create_lanes", "load_arrays", "train_gan"]
+__all__ = ["create_lanes", "train_gan"]
 
 _DATA = ("digits", "cifar10", "cifar100")
 _COLUMNS = 10  # pictures per class in a grid of samples
@@ -57,7 +57,7 @@ def train_gan(
     with join_processes(options.device) as (device, _, world), choose_kernels(options, device):
         if world > 1:
             raise InputError("a GAN trains in one process: start isda gan without torchrun")
-        data = load_arrays(settings, options).to(device)
+        data = _load_arrays(settings, options).to(device)
         lanes = create_lanes(settings, seed, data)
         with locked(options.out, settings.name, seed):
             place = Path(options.out) / settings.name / str(seed)
@@ -66,7 +66,7 @@ def train_gan(
     return folder
 
 
-def load_arrays(settings: GanSettings, options: Options) -> ImageArrays:
+def _load_arrays(settings: GanSettings, options: Options) -> ImageArrays:
     """Data set of a GAN."""
     if settings.data not in _DATA:
         raise InputError(f"data must be one of {', '.join(_DATA)} for a GAN, got {settings.data!r}")

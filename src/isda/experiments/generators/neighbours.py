@@ -1,5 +1,6 @@
 """Real images for augmented features: the training images nearest to them; no generator needed."""
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ def show_neighbours(
         strength: λ; by default λ₀ of the recipe.
         seed: seed of the choice of images and of the draws.
     """
-    for name, value in (("measured", measured), ("draws", draws)):
+    for name, value in (("samples", samples), ("measured", measured), ("draws", draws)):
         if value < 1:
             raise InputError(f"{name} must be >= 1, got {value}")
     strength = strength_of(classifier, strength)
     data = classifier.data
     number = min(len(data.train_target), max(samples, measured))
-    chosen = choose_samples(classifier, number if samples >= 1 else samples, seed)
+    chosen = choose_samples(classifier, number, seed)
     features = classifier.all_features(data.train_images)
     classes = data.train_target[chosen].tolist()
     key = counter_rng.key(seed, device=features.device)
@@ -87,12 +88,9 @@ def show_neighbours(
     }
     columns = [chosen[:, None], *found.values()]
     create_folder(out)
-    place, rules = 0, []
-    for column in columns:
-        rules.append(place)
-        place += column.shape[1]
+    rules = tuple(accumulate(column.shape[1] for column in columns[:-1]))
     picture = classifier.training_images(torch.cat(columns, 1)[:samples])
-    write_grid(out / "neighbours.png", picture, rules=tuple(rules[1:]))
+    write_grid(out / "neighbours.png", picture, rules=rules)
 
     own = data.train_target[chosen][:, None]
     spread = (features[chosen, None] - features[found["none"]]).norm(dim=-1)

@@ -29,12 +29,20 @@ class SyntheticImages:
         generator: source of the synthetic images.
         data: data set on the device.
         share: share of synthetic images in a batch, in (0, 1).
+
+    Raises:
+        InputError: no image would be synthetic, or none real.
     """
 
     def __init__(self, generator: TrainedGenerator, data: ImageArrays, share: float) -> None:
         exact = Fraction(share).limit_denominator(1000)
         self._generator, self._real = generator, len(data.train_target)
-        number = self._real * exact.numerator // (exact.denominator - exact.numerator)
+        number = 0 if exact == 1 else int(self._real * exact / (1 - exact))
+        if number < 1:
+            raise InputError(
+                f"synthetic must be at most 0.999 and add an image or more to {self._real}, got "
+                f"{share}"
+            )
         self._classes = [index % data.num_classes for index in range(number)]
         device = data.train_images.device
         place = torch.arange(self._real + number, device=device)

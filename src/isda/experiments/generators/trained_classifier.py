@@ -52,11 +52,8 @@ class TrainedClassifier:
 
     def features(self, images: Tensor) -> Tensor:
         """Features (N, A) of uint8 images, or of images in [-1, 1] with gradients."""
-        if images.dtype == torch.uint8:
-            images = normalize(images, self.data.mean, self.data.std)
-        else:
-            images = normalize((images + 1) * 127.5, self.data.mean, self.data.std)
-        return self.network.forward_features(images)
+        pixels = images if images.dtype == torch.uint8 else (images + 1) * 127.5
+        return self.network.forward_features(normalize(pixels, self.data.mean, self.data.std))
 
     @torch.no_grad()
     def all_features(self, images: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from isda.experiments.data.arrays import (
     normalize,
     rank_slice,
 )
-from isda.experiments.data.augmentation import Augmentation, create_augmentation
+from isda.experiments.data.augmentation import Augmentation
 from isda.experiments.data.batch_feed import BatchFeed
 from isda.experiments.data.features import FeatureArrays
 from isda.experiments.data.folder_cache import DecodedImages
@@ -194,7 +194,7 @@ def _create_augmentation(
     recipe: Recipe, data: ImageArrays | DecodedImages
 ) -> Augmentation | RandomResizedCrop:
     if isinstance(data, ImageArrays):
-        return create_augmentation(recipe.augment)
+        return Augmentation(recipe.augment)
     if recipe.augment:
         raise InputError(
             f"augment must be empty for {recipe.data}, whose image files are always cropped and "
