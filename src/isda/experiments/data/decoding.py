@@ -5,6 +5,7 @@ and both give the same pixels of a JPEG. Photos are turned upright, as their EXI
 """
 
 import io
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,25 +67,26 @@ class ImageFiles:
     def __getitem__(self, part: slice) -> Tensor:
         """Images of equal size, uint8 (N, 3, H, W)."""
         height, width = self.size[0].tolist()
-        images = torch.empty(len(self.files[part]), height, width, 3, dtype=torch.uint8)
         numbers = range(len(self.files))[part]
-
-        def write(place: int) -> None:
-            self.read(numbers[place], images[place].view(-1, 3))
-
-        for _ in in_threads(write, range(len(numbers)), threads=self.threads):
-            pass
-        return images.permute(0, 3, 1, 2)
+        pixels = torch.empty(len(numbers) * height * width, 3, dtype=torch.uint8)
+        for number, problem in zip(numbers, self.try_to_read(numbers, pixels), strict=True):
+            self._require_read(number, problem)
+        return pixels.view(-1, height, width, 3).permute(0, 3, 1, 2)
 
     def read(self, number: int, pixels: Tensor) -> None:
         """Decode an image into ``pixels`` (H · W, 3)."""
-        file = self.files[number]
-        reason = self.try_to_read(number, pixels)
-        if reason:
-            raise InputError(f"{one_line(file)} cannot be read: {reason}")
+        self._require_read(number, self._try_to_read(number, pixels))
 
-    def try_to_read(self, number: int, pixels: Tensor) -> str:
-        """Like :meth:`read`, but returns why an image cannot be decoded; "" if it can."""
+    def try_to_read(self, numbers: range, pixels: Tensor) -> Iterator[str]:
+        """Decode images into ``pixels``, one behind the other.
+
+        Yields why each image cannot be decoded; "" if it can.
+        """
+        parts = pixels.split(self.size[numbers].prod(1).tolist())
+        tasks = [*zip(numbers, parts, strict=True)]
+        return in_threads(lambda task: self._try_to_read(*task), tasks, threads=self.threads)
+
+    def _try_to_read(self, number: int, pixels: Tensor) -> str:
         try:
             image = self.decode(self.files[number])
         except Exception as error:  # decoders raise all kinds of errors
@@ -94,6 +96,10 @@ class ImageFiles:
         # not by torch, which would start threads of its own in every thread
         np.copyto(pixels.numpy().reshape(image.shape), image.numpy())
         return ""
+
+    def _require_read(self, number: int, problem: str) -> None:
+        if problem:
+            raise InputError(f"{one_line(self.files[number])} cannot be read: {problem}")
 
 
 def decode_image(file: str) -> Tensor:
@@ -200,13 +206,21 @@ def image_bar(label: str, total: int) -> Any:
 def in_threads(
     function: Callable[[_Item], _Result], items: Sequence[_Item], *, threads: int
 ) -> Iterator[_Result]:
-    """Results in the order of the items; without threads they are computed one by one."""
+    """Results in the order of the items; without threads they are computed one by one.
+
+    A thread takes several items at a time: handing over one costs as much as decoding a small
+    image.
+    """
     if threads < 1:
         yield from map(function, items)
         return
     with ThreadPoolExecutor(threads) as pool:
         for start in range(0, len(items), _CHUNK):
-            yield from pool.map(function, items[start : start + _CHUNK])
+            chunk = items[start : start + _CHUNK]
+            size = min(16, math.ceil(len(chunk) / (4 * threads)))
+            tasks = [chunk[first : first + size] for first in range(0, len(chunk), size)]
+            for results in pool.map(lambda task: [function(item) for item in task], tasks):
+                yield from results
 
 
 def _decode_jpeg(content: bytes) -> Tensor | None:

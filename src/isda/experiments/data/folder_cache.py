@@ -8,7 +8,6 @@ choice does not change the results.
 import os
 import shutil
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -231,12 +230,11 @@ def _decode(data: FolderImages, size: Tensor) -> Generator[Tensor, None, None]:
     bad: dict[str, str] = {}
     total = len(data.train_files) + len(data.test_files)
     label = f"decoding {data.name}"
-    with image_bar(label, total) as bar, ThreadPoolExecutor(max(1, data.workers)) as pool:
+    with image_bar(label, total) as bar:
         for images in (_files(data, size), center_crops(data, data.test_files)):
             for numbers in _chunks(images.size):
-                areas = images.size[numbers].prod(1).tolist()
-                pixels = torch.empty(sum(areas), 3, dtype=torch.uint8)
-                reasons = pool.map(images.try_to_read, numbers, pixels.split(areas))
+                pixels = torch.empty(int(images.size[numbers].prod(1).sum()), 3, dtype=torch.uint8)
+                reasons = images.try_to_read(numbers, pixels)
                 for number, reason in zip(numbers, reasons, strict=True):
                     bar.update()
                     if reason:
