@@ -113,7 +113,7 @@ def replace_random_layers(model: nn.Module) -> None:
     from torchvision.ops import StochasticDepth  # slow to import
 
     timm = sys.modules.get("timm.layers")  # a model with timm's layers has imported it
-    for path, layer in [*model.named_modules()]:
+    for path, layer in [*model.named_modules(remove_duplicate=False)]:  # one may have two paths
         if isinstance(layer, nn.Dropout) and layer.p:
             model.set_submodule(path, Dropout(layer.p))
         elif isinstance(layer, StochasticDepth) and layer.p and layer.mode == "row":
