@@ -16,7 +16,14 @@ from torch.nn import functional as F
 
 from isda.experiments.data import counter_rng
 
-__all__ = ["DropPath", "Dropout", "ShakeShake", "bind_key", "replace_random_layers"]
+__all__ = [
+    "DropPath",
+    "Dropout",
+    "ShakeShake",
+    "bind_key",
+    "optional_dropout",
+    "replace_random_layers",
+]
 
 
 class _RandomLayer(nn.Module):
@@ -74,6 +81,11 @@ class DropPath(Dropout):
         return x * (drawn >= self.drop_rate) * (1 / (1 - self.drop_rate))
 
 
+def optional_dropout(drop_rate: float) -> nn.Module:
+    """A dropout layer; at rate 0, a layer that does nothing and draws no random numbers."""
+    return Dropout(drop_rate) if drop_rate else nn.Identity()
+
+
 class ShakeShake(_RandomLayer):
     """Mixes two branches with a random weight per image (Gastaldi, 2017).
 
@@ -93,13 +105,13 @@ class ShakeShake(_RandomLayer):
         return _Shake.apply(x1, x2, weights[:, 0], weights[:, 1])
 
 
-def bind_key(network: nn.Module, key: Tensor | None, *, offset: int = 0) -> int:
+def bind_key(network: nn.Module, key: Tensor, *, offset: int = 0) -> int:
     """Make the random layers of a network use a key; return the number of such layers.
 
     Args:
         network: network with layers of this module.
         key: int64 scalar on the device of the network, kept by reference: write the key of every
-            step into it. None restores torch's global generator.
+            step into it.
         offset: number of images of the global batch on lower ranks.
     """
     layers = [module for module in network.modules() if isinstance(module, _RandomLayer)]
