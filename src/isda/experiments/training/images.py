@@ -256,7 +256,7 @@ def _features(
             return network.forward_features(scaled).float()
 
     targets = (data.train_target, data.test_target)
-    size = max(1, min(recipe.batch_size, 256))
+    size = min(recipe.batch_size, 256)
     train, test = (
         batched(source, len(target), features, batch_size=size, label=f"features of {part} images")
         for source, target, part in zip(sources, targets, ("training", "test"), strict=True)

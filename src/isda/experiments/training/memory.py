@@ -34,9 +34,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
-def create_on(
-    device: torch.device, create: Callable[[], nn.Module], *, limit: float = math.inf
-) -> nn.Module:
+def create_on(device: torch.device, create: Callable[[], nn.Module], *, limit: float) -> nn.Module:
     """Create a module on a device.
 
     Args:

@@ -122,12 +122,9 @@ class RunImages:
             self._order.copy_(self._synthetic.begin_epoch(key))
         if self._feed is not None:
             self._feed.begin(self._parts(self._order.tolist()))
-        if not isinstance(self.data, ImageArrays):
-            return
-        assert isinstance(self._augment, Augmentation)
-        assert isinstance(self._images, Tensor)
-        if self._augment.epoch is not None:
+        if isinstance(self._augment, Augmentation) and self._augment.epoch is not None:
             assert isinstance(self._source, Tensor)
+            assert isinstance(self._images, Tensor)
             images = self._augment.epoch(self._source, counter_rng.fold(key, _AUGMENT))
             if self._images is self._source:
                 self._images = images  # from now on an own copy, at a fixed address
