@@ -49,9 +49,8 @@ def records_of(plan: Plan, *folders: Path) -> list[Run]:
     for folder in folders:
         path = plan.folder(folder)
         if (path / "config.json").exists():
-            found += load_runs(path.parent)
-    return [run for run in found if run.seed == plan.seed and summary(run).finished
-            and run.recipe == plan.recipe]  # fmt: skip
+            found += load_runs(path)
+    return [run for run in found if summary(run).finished and run.recipe == plan.recipe]
 
 
 def adopt_records(plans: Sequence[Plan], records: Path, out: Path) -> None:
