@@ -191,9 +191,9 @@ class _Training:
         while unfinished := self._unfinished(members):
             first = choose(member.lane.epoch for member in unfinished)
             chosen = [member for member in unfinished if member.lane.epoch == first]
-            ends = [m.lane.epoch if m.lane.epoch > first else m.lane.recipe.epochs
-                    for m in unfinished]  # fmt: skip
-            time_is_up = self._train_side_by_side(chosen, min(ends), start_up)
+            ahead = [member.lane.epoch for member in unfinished if member.lane.epoch > first]
+            until = min(ahead, default=plans[0].recipe.epochs)
+            time_is_up = self._train_side_by_side(chosen, until, start_up)
             if time_is_up and self._unfinished(members):
                 raise time_up(self.runs.values(), self.options)
             start_up = StartUp()
@@ -270,9 +270,8 @@ class _Training:
                 recent.append(seconds)
             failed = any(member.number in self.failures for member in members)
             last = stopped or epoch + 1 == until
-            fewer = False
             if self.options.whole_runs and len(members) > 1 and recent and not (failed or last):
-                fewer = last = self._leave_out(members, mean(recent))
+                last = self._leave_out(members, mean(recent))
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
             memory = peak_of_runs(lanes)
             share = seconds / len(lanes)
@@ -283,7 +282,7 @@ class _Training:
                         member.write(metrics, writer, save=save, last=last)
             if save:
                 saved = time.monotonic()
-            if failed or fewer or (stopped and epoch + 1 < until):
+            if (failed or last) and epoch + 1 < until:
                 break  # if runs have failed or are left out, the others go on without them
         for writer in writers:
             if writer is not None:
