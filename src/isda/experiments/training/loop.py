@@ -74,7 +74,7 @@ def train(
         contextlib.ExitStack() as locks,
     ):
         if options.processes > 1 and device.type == "cpu" and world == 1 and len(plans) > 1:
-            return train_in_processes(plans, options)
+            return train_in_processes(plans, options, progress=progress)
         training = _Training(plans, options, device, rank, world, images, progress=progress)
         training.train(locks)
         done = [run for n, run in sorted(training.runs.items()) if n not in training.failures]
