@@ -29,7 +29,7 @@ from isda.experiments.training.failures import Failures, free_memory, reason_of,
 from isda.experiments.training.groups import Plan, groups, images_of_run, same_steps, whole_seeds
 from isda.experiments.training.images import ImageStore, kept_images
 from isda.experiments.training.member import Member
-from isda.experiments.training.memory import is_out_of_memory, peak_of_runs
+from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.progress import label_of, show_epochs
 from isda.experiments.training.run_folder import RunFolder
@@ -273,7 +273,7 @@ class _Training:
             if self.options.whole_runs and len(members) > 1 and recent and not (failed or last):
                 last = self._leave_out(members, mean(recent))
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
-            memory = peak_of_runs(lanes)
+            memory = runner.peak_memory()
             share = seconds / len(lanes)
             with together():
                 for member, result, writer in zip(members, results, writers, strict=True):
