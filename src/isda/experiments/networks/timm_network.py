@@ -73,8 +73,8 @@ class TimmNetwork(Network):
         try:
             return super().forward(x)
         except AssertionError as error:  # some models reject an image size without a message
-            reason = str(error) or f"the model was designed for size {image_size(self.name)}"
-            raise ValueError(reason) from error
+            why = str(error) or f"the model was designed for size {image_size(self.name)}"
+            raise ValueError(why) from error
 
     def check(self, images: Tensor, logits: Tensor) -> None:
         """Raise InputError unless the logits are the linear head applied to the features."""

@@ -244,8 +244,8 @@ def _head(name: str, model: nn.Module, num_classes: int) -> nn.Linear:
     try:
         head = find_head(model)
     except ValueError as error:
-        reason = str(error).partition(";")[0]  # without arguments of attach
-        raise InputError(f"{name} cannot be used: {reason}") from error
+        why = str(error).partition(";")[0]  # without arguments of attach
+        raise InputError(f"{name} cannot be used: {why}") from error
     if not isinstance(head, nn.Linear):
         kind = type(head).__name__
         raise InputError(f"{name} must end in an nn.Linear, but ends in a {kind}")
