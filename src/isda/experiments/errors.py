@@ -27,6 +27,9 @@ __all__ = [
 class InputError(ValueError):
     """Invalid argument, path or file; the message is shown to the user as it is."""
 
+    fatal = True
+    """Whether the other runs of the training cannot continue either."""
+
 
 class RunLocked(InputError):
     """Another process is training the run."""
@@ -36,7 +39,6 @@ class RunError(InputError):
     """A run that cannot continue."""
 
     fatal = False
-    """Whether the other runs of the training cannot continue either."""
 
 
 class WriteError(RunError):

@@ -48,10 +48,13 @@ def name_of(recipe: Recipe) -> str:
     ...                batch_size=1, learning_rate=0.1, weight_decay=0.0))
     'birds-timm_resnet18-isda'
     """
-    extra: list[str] = []
-    extra += [name for name in ("autoaugment", "cutout") if name in recipe.augment][:1]
-    extra += [recipe.generator] * (recipe.generator != "none")
-    method = "_".join(extra + [recipe.method] * (recipe.method == "isda" or not extra))
+    words: list[str] = []
+    words += [name for name in ("autoaugment", "cutout") if name in recipe.augment][:1]
+    if recipe.generator != "none":
+        words.append(recipe.generator)
+    if recipe.method == "isda" or not words:
+        words.append(recipe.method)
+    method = "_".join(words)
     network = recipe.network + "_pretrained" * recipe.pretrained + "_frozen" * recipe.freeze
     parts = (re.sub(r"[^A-Za-z0-9_.]+", "_", part) for part in (recipe.data_name, network, method))
     return "-".join(parts)

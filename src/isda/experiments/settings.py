@@ -224,7 +224,7 @@ class Recipe:
 
     def require_ramp(self) -> None:
         """Raise InputError if the strength is 0 in every epoch although lambda_0 is not."""
-        if self.lambda_0 > 0 and not self.progress_at(self.epochs - 1) and self.ramp == "epoch":
+        if self.lambda_0 > 0 and self.ramp == "epoch" and self.epochs == 1:
             raise InputError(
                 f"epochs must be >= 2 for lambda_0 {self.lambda_0:g} to have an effect: with ramp "
                 "epoch, the first epoch is cross entropy; use more epochs, or --ramp step"

@@ -152,8 +152,9 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "is not a file of tensors" in refusal(Path("short.safetensors"))
     Path("text.pth").write_text("hello")
     assert "it is neither a .safetensors file nor a torch" in refusal(Path("text.pth"))
-    torch.save([1, 2], "list.pth")
-    assert "must hold the tensors of a network by name" in refusal(Path("list.pth"))
+    for content in ([1, 2], {0: torch.zeros(3)}):
+        torch.save(content, "other.pth")
+        assert "must hold the tensors of a network by name" in refusal(Path("other.pth"))
     message = refusal(good, VIT)
     assert "does not fit timm:test_vit" in message
     assert "tensors are missing: cls_token" in message

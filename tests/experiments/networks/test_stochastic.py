@@ -14,7 +14,7 @@ from isda.experiments.networks.densenet import DenseLayer
 from isda.experiments.networks.network import ConvNetwork, conv, stages
 from isda.experiments.networks.resnet import BasicBlock
 from isda.experiments.networks.shake_shake import ShakeBlock
-from isda.experiments.networks.stochastic import Dropout, ShakeShake
+from isda.experiments.networks.stochastic import Dropout, ShakeShake, replace_random_layers
 from isda.experiments.networks.wide_resnet import PreactivationBlock
 
 RATE = 0.3
@@ -57,12 +57,20 @@ def test_dropout_depends_on_key_and_layer(device: torch.device) -> None:
     assert abs(both - RATE**2) < 5 * math.sqrt(RATE**2 / x.numel())
     key.copy_(counter_rng.key(1, device=device))
     assert torch.equal(layers[0](x), first)
-    bind_key(layers, None)
+    unbound = Dropout(RATE)
     torch.manual_seed(0)
-    free = layers[0](x)
+    free = unbound(x)
     torch.manual_seed(0)
-    assert torch.equal(layers[0](x), free)
-    assert not torch.equal(layers[0](x), free)
+    assert torch.equal(unbound(x), free)
+    assert not torch.equal(unbound(x), free)
+
+
+def test_a_dropout_layer_that_stands_at_two_places_is_replaced_at_both() -> None:
+    layer = nn.Dropout(RATE)
+    model = nn.Sequential(layer, nn.Linear(3, 3), nn.Sequential(layer))
+    replace_random_layers(model)
+    assert not any(isinstance(part, nn.Dropout) for part in model.modules())
+    assert bind_key(model, torch.tensor(1)) == 2
 
 
 @pytest.mark.parametrize(

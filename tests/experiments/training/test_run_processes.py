@@ -19,14 +19,18 @@ from isda.experiments.training.loop import Plan, train
 exact, options = training_runs.exact, training_runs.options
 
 
-def test_runs_in_processes_equal_runs_in_one(options: Options) -> None:
+def test_runs_in_processes_equal_runs_in_one(
+    options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every seed draws its own images; stopped by the time limit at first."""
     plans = [Plan("few", FEW, seed) for seed in (3, 4, 5)]
     expected = train(plans, replace(options, device="cpu", out=options.out / "one"))
     options = replace(options, device="cpu", processes=2, out=options.out / "many")
     with pytest.raises(TimeUp, match=r"time limit of .* min reached, 0 of \d runs? finished"):
         train(plans, replace(options, minutes=1e-6))
-    found = train(plans, replace(options, resume=True))
+    capsys.readouterr()
+    found = train(plans, replace(options, resume=True), progress=False)
+    assert capsys.readouterr().err == ""
     assert_same_runs(found, expected)
     assert [run.seed for run in found] == [3, 4, 5]
     assert checkpoint(found[0])["data"] == [70, 1797 - 70, 10]

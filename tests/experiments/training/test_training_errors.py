@@ -117,6 +117,7 @@ def test_an_existing_run_is_not_overwritten(options: Options, uninterrupted: lis
         ({}, {"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({}, {"device": "meta"}, "device must be auto, cpu, cuda or cuda:N, got 'meta'"),
         ({}, {"device": "cuda:99"}, "GPU 99 not found"),
+        ({}, {"device": "cuda:256"}, "GPU 256 not found"),  # torch.device counts modulo 256
     ],
 )
 def test_an_input_error_leaves_no_folders(

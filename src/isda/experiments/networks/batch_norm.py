@@ -10,17 +10,17 @@ from isda import distributed
 __all__ = ["synchronize_batch_norm"]
 
 
-def synchronize_batch_norm(network: nn.Module, device: torch.device) -> nn.Module:
+def synchronize_batch_norm(network: nn.Module, device: torch.device) -> None:
     """Synchronise every batch norm of a network over all ranks, on CPUs as well."""
     if device.type == "cuda":
         from timm.layers import convert_sync_batchnorm  # torch's converter drops timm's activations
 
-        return convert_sync_batchnorm(network)
+        convert_sync_batchnorm(network)
+        return
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
             active = hasattr(module, "act")  # timm's layers may include an activation
             module.__class__ = _RankedBatchNormAct2d if active else _RankedBatchNorm2d
-    return network
 
 
 class _RankedBatchNorm2d(nn.BatchNorm2d):

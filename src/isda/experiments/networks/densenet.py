@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isda.experiments.networks.network import ConvNetwork, conv
-from isda.experiments.networks.stochastic import Dropout
+from isda.experiments.networks.stochastic import optional_dropout
 
 __all__ = ["DenseLayer", "densenet_bc100_12", "densenet_bc190_40"]
 
@@ -38,18 +38,14 @@ class DenseLayer(nn.Module):
         super().__init__()
         self.bn1 = nn.BatchNorm2d(in_channels)
         self.conv1 = conv(in_channels, 4 * growth, 1)
-        self.dropout1 = Dropout(drop_rate) if drop_rate else None
+        self.dropout1 = optional_dropout(drop_rate)
         self.bn2 = nn.BatchNorm2d(4 * growth)
         self.conv2 = conv(4 * growth, growth)
-        self.dropout2 = Dropout(drop_rate) if drop_rate else None
+        self.dropout2 = optional_dropout(drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        new = self.conv1(F.relu(self.bn1(x), inplace=True))
-        if self.dropout1 is not None:
-            new = self.dropout1(new)
-        new = self.conv2(F.relu(self.bn2(new), inplace=True))
-        if self.dropout2 is not None:
-            new = self.dropout2(new)
+        new = self.dropout1(self.conv1(F.relu(self.bn1(x), inplace=True)))
+        new = self.dropout2(self.conv2(F.relu(self.bn2(new), inplace=True)))
         return torch.cat((x, new), 1)
 
 
@@ -70,9 +66,10 @@ def _densenet(
 
 
 def _transition(channels: int, drop_rate: float) -> nn.Sequential:
-    layers = nn.Sequential(
-        nn.BatchNorm2d(channels), nn.ReLU(inplace=True), conv(channels, channels // 2, 1)
+    return nn.Sequential(
+        nn.BatchNorm2d(channels),
+        nn.ReLU(inplace=True),
+        conv(channels, channels // 2, 1),
+        optional_dropout(drop_rate),
+        nn.AvgPool2d(2),
     )
-    if drop_rate:
-        layers.append(Dropout(drop_rate))
-    return layers.append(nn.AvgPool2d(2))

@@ -19,8 +19,8 @@ __all__ = [
     "Network",
     "conv",
     "initialise_convolutions",
-    "projection",
     "seeded",
+    "shortcut",
     "stages",
 ]
 
@@ -101,10 +101,10 @@ def conv(
     )
 
 
-def projection(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """Shortcut where the shape changes, a 1×1 convolution with batch norm; None elsewhere."""
+def shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
+    """Identity, or where the shape changes, a 1×1 convolution with batch norm."""
     if stride == 1 and in_channels == out_channels:
-        return None
+        return nn.Identity()
     return nn.Sequential(
         conv(in_channels, out_channels, 1, stride=stride), nn.BatchNorm2d(out_channels)
     )

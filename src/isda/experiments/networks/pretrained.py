@@ -108,7 +108,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     tensors = content if isinstance(content, Mapping) else {}
-    if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
+    if not tensors or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
+    ):
         raise InputError(f"{one_line(path)} must hold the tensors of a network by name")
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in tensors):

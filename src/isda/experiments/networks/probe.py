@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isda.experiments.networks.network import Network
 from isda.experiments.networks.pretrained import LoadedWeights
-from isda.experiments.networks.stochastic import Dropout
+from isda.experiments.networks.stochastic import optional_dropout
 
 __all__ = ["Backbone", "Probe"]
 
@@ -62,10 +62,10 @@ class Probe(Network):
         self.backbone = backbone
         self.weights = backbone.weights
         self.head = nn.Linear(backbone.num_features, num_classes, backbone.bias)
-        self.dropout = Dropout(drop_rate) if drop_rate else None
+        self.dropout = optional_dropout(drop_rate)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        return x if self.dropout is None else self.dropout(x)
+        return self.dropout(x)
 
     def get_classifier(self) -> nn.Linear:
         return self.head

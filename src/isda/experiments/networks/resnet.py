@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda.experiments.networks.network import ConvNetwork, conv, projection, stages
-from isda.experiments.networks.stochastic import Dropout
+from isda.experiments.networks.network import ConvNetwork, conv, shortcut, stages
+from isda.experiments.networks.stochastic import optional_dropout
 
 __all__ = ["BasicBlock", "SqueezeExcitation", "resnet8", "resnet32", "resnet110", "se_resnet110"]
 
@@ -51,20 +51,18 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = conv(in_channels, out_channels, stride=stride)
         self.bn1 = nn.BatchNorm2d(out_channels)
-        self.dropout = Dropout(drop_rate) if drop_rate else None
+        self.dropout = optional_dropout(drop_rate)
         self.conv2 = conv(out_channels, out_channels)
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.se = SqueezeExcitation(out_channels, reduction) if reduction else None
-        self.shortcut = projection(in_channels, out_channels, stride)
+        self.shortcut = shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         residual = F.relu(self.bn1(self.conv1(x)), inplace=True)
-        if self.dropout is not None:
-            residual = self.dropout(residual)
-        residual = self.bn2(self.conv2(residual))
+        residual = self.bn2(self.conv2(self.dropout(residual)))
         if self.se is not None:
             residual = self.se(residual)
-        return F.relu(residual + (x if self.shortcut is None else self.shortcut(x)), inplace=True)
+        return F.relu(residual + self.shortcut(x), inplace=True)
 
 
 class SqueezeExcitation(nn.Module):

@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isda.experiments.networks.network import ConvNetwork, conv, projection, stages
+from isda.experiments.networks.network import ConvNetwork, conv, shortcut, stages
 
 __all__ = ["GroupedBottleneck", "resnext29_8x64d"]
 
@@ -33,13 +33,13 @@ class GroupedBottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = conv(width, out_channels, 1)
         self.bn3 = nn.BatchNorm2d(out_channels)
-        self.shortcut = projection(in_channels, out_channels, stride)
+        self.shortcut = shortcut(in_channels, out_channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         residual = F.relu(self.bn1(self.conv1(x)), inplace=True)
         residual = F.relu(self.bn2(self.conv2(residual)), inplace=True)
         residual = self.bn3(self.conv3(residual))
-        return F.relu(residual + (x if self.shortcut is None else self.shortcut(x)), inplace=True)
+        return F.relu(residual + self.shortcut(x), inplace=True)
 
 
 def _resnext(

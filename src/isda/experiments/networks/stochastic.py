@@ -12,11 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from isda.experiments.data import counter_rng
 
-__all__ = ["DropPath", "Dropout", "ShakeShake", "bind_key", "replace_random_layers"]
+__all__ = [
+    "DropPath",
+    "Dropout",
+    "ShakeShake",
+    "bind_key",
+    "optional_dropout",
+    "replace_random_layers",
+]
 
 
 class _RandomLayer(nn.Module):
@@ -28,9 +34,12 @@ class _RandomLayer(nn.Module):
         self.stream = 0  # index of the layer in the network
         self.offset = 0  # images of the global batch on lower ranks
 
-    def uniform(self, shape: tuple[int, ...], key: Tensor) -> Tensor:
+    def uniform(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        """Uniform random numbers in [0, 1); the first dimension counts the images."""
+        if self.key is None:
+            return torch.rand(shape, device=device)
         start = self.offset * math.prod(shape[1:])
-        return counter_rng.uniform(shape, counter_rng.fold(key, self.stream), start=start)
+        return counter_rng.uniform(shape, counter_rng.fold(self.key, self.stream), start=start)
 
 
 class Dropout(_RandomLayer):
@@ -48,9 +57,7 @@ class Dropout(_RandomLayer):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        if self.key is None:
-            return F.dropout(x, self.drop_rate)
-        kept = self.uniform(tuple(x.shape), self.key) >= self.drop_rate
+        kept = self.uniform(tuple(x.shape), x.device) >= self.drop_rate
         return x * kept * (1 / (1 - self.drop_rate))  # this order keeps the memory format of x
 
     def extra_repr(self) -> str:
@@ -66,12 +73,13 @@ class DropPath(Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        shape = (x.shape[0], *[1] * (x.dim() - 1))
-        if self.key is None:
-            drawn = torch.rand(shape, device=x.device)
-        else:
-            drawn = self.uniform(shape, self.key)
-        return x * (drawn >= self.drop_rate) * (1 / (1 - self.drop_rate))
+        kept = self.uniform((len(x), *[1] * (x.dim() - 1)), x.device) >= self.drop_rate
+        return x * kept * (1 / (1 - self.drop_rate))
+
+
+def optional_dropout(drop_rate: float) -> nn.Module:
+    """A dropout layer; at rate 0, a layer that does nothing and draws no random numbers."""
+    return Dropout(drop_rate) if drop_rate else nn.Identity()
 
 
 class ShakeShake(_RandomLayer):
@@ -84,22 +92,19 @@ class ShakeShake(_RandomLayer):
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
         if not self.training:
             return 0.5 * (x1 + x2)
-        shape = (x1.shape[0], 2)
-        if self.key is None:
-            weights = torch.rand(shape, device=x1.device)
-        else:
-            weights = self.uniform(shape, self.key)
-        weights = weights.to(x1.dtype)[:, :, None, None, None]  # (N, 2, 1, 1, 1)
+        weights = self.uniform((len(x1), 2), x1.device).to(x1.dtype)[
+            :, :, None, None, None
+        ]  # (N, 2, 1, 1, 1)
         return _Shake.apply(x1, x2, weights[:, 0], weights[:, 1])
 
 
-def bind_key(network: nn.Module, key: Tensor | None, *, offset: int = 0) -> int:
+def bind_key(network: nn.Module, key: Tensor, *, offset: int = 0) -> int:
     """Make the random layers of a network use a key; return the number of such layers.
 
     Args:
         network: network with layers of this module.
         key: int64 scalar on the device of the network, kept by reference: write the key of every
-            step into it. None restores torch's global generator.
+            step into it.
         offset: number of images of the global batch on lower ranks.
     """
     layers = [module for module in network.modules() if isinstance(module, _RandomLayer)]
@@ -113,7 +118,7 @@ def replace_random_layers(model: nn.Module) -> None:
     from torchvision.ops import StochasticDepth  # slow to import
 
     timm = sys.modules.get("timm.layers")  # a model with timm's layers has imported it
-    for path, layer in [*model.named_modules()]:
+    for path, layer in [*model.named_modules(remove_duplicate=False)]:  # one may have two paths
         if isinstance(layer, nn.Dropout) and layer.p:
             model.set_submodule(path, Dropout(layer.p))
         elif isinstance(layer, StochasticDepth) and layer.p and layer.mode == "row":

@@ -18,7 +18,7 @@ from isda.experiments.networks.pretrained import (
     loaded,
     read_tensors,
 )
-from isda.experiments.networks.stochastic import Dropout, replace_random_layers
+from isda.experiments.networks.stochastic import optional_dropout, replace_random_layers
 
 __all__ = ["TimmNetwork", "image_size", "preprocessing", "pretrained_settings"]
 
@@ -63,18 +63,18 @@ class TimmNetwork(Network):
         replace_random_layers(self.model)
         if is_conv:
             self.model.set_submodule(path, _linear(classifier))
-        self.dropout = Dropout(drop_rate) if drop_rate else None
+        self.dropout = optional_dropout(drop_rate)
 
     def forward_features(self, x: Tensor) -> Tensor:
         features = self.model.forward_head(self.model.forward_features(x), pre_logits=True)
-        return features if self.dropout is None else self.dropout(features)
+        return self.dropout(features)
 
     def forward(self, x: Tensor) -> Tensor:
         try:
             return super().forward(x)
         except AssertionError as error:  # some models reject an image size without a message
-            reason = str(error) or f"the model was designed for size {image_size(self.name)}"
-            raise ValueError(reason) from error
+            why = str(error) or f"the model was designed for size {image_size(self.name)}"
+            raise ValueError(why) from error
 
     def check(self, images: Tensor, logits: Tensor) -> None:
         """Raise InputError unless the logits are the linear head applied to the features."""
@@ -97,13 +97,11 @@ class TimmNetwork(Network):
         """Load a file with timm's names, or one that timm can convert to them."""
         tensors = read_tensors(weights)
         new, misfit = load_tensors(self.model, head, tensors)
-        if misfit:
-            converted = self._converted(tensors, in_channels)
-            if converted is None:
-                raise InputError(f"{weights} does not fit timm:{self.name}: {misfit}")
+        converted = self._converted(tensors, in_channels) if misfit else None
+        if converted is not None:
             new, misfit = load_tensors(self.model, head, converted)
-            if misfit:
-                raise InputError(f"{weights} does not fit timm:{self.name}: {misfit}")
+        if misfit:
+            raise InputError(f"{weights} does not fit timm:{self.name}: {misfit}")
         self.weights = loaded(weights, self.model, new)
 
     def _converted(self, tensors: dict[str, Tensor], in_channels: int) -> dict[str, Tensor] | None:

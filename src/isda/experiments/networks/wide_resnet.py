@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isda.experiments.networks.network import ConvNetwork, conv, stages
-from isda.experiments.networks.stochastic import Dropout
+from isda.experiments.networks.stochastic import optional_dropout
 
 __all__ = ["PreactivationBlock", "wide_resnet16_8", "wide_resnet28_10"]
 
@@ -41,7 +41,7 @@ class PreactivationBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(in_channels)
         self.conv1 = conv(in_channels, out_channels, stride=stride)
         self.bn2 = nn.BatchNorm2d(out_channels)
-        self.dropout = Dropout(drop_rate) if drop_rate else None
+        self.dropout = optional_dropout(drop_rate)
         self.conv2 = conv(out_channels, out_channels)
         self.shortcut = None
         if stride != 1 or in_channels != out_channels:
@@ -50,9 +50,9 @@ class PreactivationBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         active = F.relu(self.bn1(x), inplace=True)
         residual = F.relu(self.bn2(self.conv1(active)), inplace=True)
-        if self.dropout is not None:
-            residual = self.dropout(residual)
-        return self.conv2(residual) + (x if self.shortcut is None else self.shortcut(active))
+        return self.conv2(self.dropout(residual)) + (
+            x if self.shortcut is None else self.shortcut(active)
+        )
 
 
 def _wide_resnet(

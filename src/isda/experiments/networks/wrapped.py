@@ -23,7 +23,7 @@ from isda.experiments.networks.pretrained import (
     loaded,
     read_tensors,
 )
-from isda.experiments.networks.stochastic import Dropout, replace_random_layers
+from isda.experiments.networks.stochastic import optional_dropout, replace_random_layers
 from isda.heads import find_head
 
 __all__ = [
@@ -77,7 +77,7 @@ class WrappedNetwork(Network):
             self.weights = loaded(weights, model, new)
         model.set_submodule(self._path, nn.Identity())
         self.model, self.head = model, head
-        self.dropout = Dropout(drop_rate) if drop_rate else None
+        self.dropout = optional_dropout(drop_rate)
 
     def forward_features(self, x: Tensor) -> Tensor:
         features = self.model(x)
@@ -87,7 +87,7 @@ class WrappedNetwork(Network):
                 f"{self.name} must return logits (N, {self.num_classes}) in training, but the "
                 f"features before them are {shape}"
             )
-        return features if self.dropout is None else self.dropout(features)
+        return self.dropout(features)
 
     def check(self, images: Tensor, logits: Tensor) -> None:
         """Raise InputError unless the logits are the linear head applied to the features."""
@@ -244,8 +244,8 @@ def _head(name: str, model: nn.Module, num_classes: int) -> nn.Linear:
     try:
         head = find_head(model)
     except ValueError as error:
-        reason = str(error).partition(";")[0]  # without arguments of attach
-        raise InputError(f"{name} cannot be used: {reason}") from error
+        why = str(error).partition(";")[0]  # without arguments of attach
+        raise InputError(f"{name} cannot be used: {why}") from error
     if not isinstance(head, nn.Linear):
         kind = type(head).__name__
         raise InputError(f"{name} must end in an nn.Linear, but ends in a {kind}")

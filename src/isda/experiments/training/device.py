@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,16 +32,14 @@ def join_processes(name: str) -> Iterator[tuple[torch.device, int, int]]:
     ranked = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
+    known = re.fullmatch(r"cpu|cuda(?::(\d+))?", name)
+    if known is None:
         raise InputError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if name != "cpu":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         local = int(os.environ.get("LOCAL_RANK", 0)) if ranked else 0
-        index = local if device.index is None else device.index
+        index = int(known[1] or local)
         if index >= count:
             raise InputError(
                 f"GPU {index} not found, there are {count}: use --device cpu to run without a GPU"

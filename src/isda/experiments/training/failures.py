@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from isda import distributed
-from isda.experiments.errors import InputError, RunError, RunsFailed, StoppedElsewhere
+from isda.experiments.errors import InputError, RunsFailed, StoppedElsewhere
 from isda.experiments.records import Run
 from isda.experiments.training.memory import is_out_of_memory
 
@@ -79,7 +79,7 @@ def together() -> Iterator[None]:
     except InputError as error:
         failure = error
     rank, world = distributed.rank(None), distributed.world_size(None)
-    problem = 0 if failure is None else 2 if _is_fatal(failure) else 1
+    problem = 0 if failure is None else 2 if failure.fatal else 1
     speaker, problem = distributed.agree(world - rank if failure else 0, problem, None)
     if failure is not None and speaker == world - rank:
         raise failure
@@ -103,7 +103,3 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _is_fatal(error: InputError) -> bool:
-    return error.fatal if isinstance(error, RunError) else True

@@ -124,7 +124,7 @@ def _side_by_side(
         return [Lane(plan.recipe, plan.seed, images_of_run(data, plan), device)
                 for plan in plans[:number]]  # fmt: skip
 
-    width = fastest_width(plans[0].recipe, len(plans), expected, create_lanes, options, device)
+    width = fastest_width(recipe, len(plans), expected, create_lanes, options, device)
     return whole_seeds(plans, width)
 
 

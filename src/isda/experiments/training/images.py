@@ -52,9 +52,7 @@ class ImageStore:
     def __init__(self) -> None:
         self._key: tuple[object, ...] = ()
         self._files: ImageArrays | FolderImages | None = None
-        self._whole: Images | None = None
-        self._split_key: object = None
-        self._split: Images | None = None
+        self._splits: dict[int, Images] = {}  # by hold_out: all images as 0, and the last split
         self.first: Any = None
         """Semaphore that the first of several processes acquires; only it prints the data set."""
 
@@ -73,9 +71,8 @@ class ImageStore:
 
     def _load(self, recipe: Recipe, options: Options, device: torch.device) -> None:
         """Load all images of a data set."""
-        self._key, self._split_key = (), None
-        self._files = self._whole = self._split = None  # frees its memory
-        self._files, self._whole = decode_readable(
+        self._key, self._files, self._splits = (), None, {}  # frees the memory of the last one
+        self._files, self._splits[0] = decode_readable(
             recipe, options, lambda files: _decoded(recipe, files, options, device)
         )
         other = int(os.environ.get("RANK", 0)) > 0
@@ -91,19 +88,16 @@ class ImageStore:
 
     def _split_of(self, recipe: Recipe) -> Images:
         """The images of a recipe, taken from the loaded data set."""
-        whole = self._whole
-        assert whole is not None
-        if recipe.hold_out:
-            if self._split is None or self._split_key != recipe.hold_out:
-                self._split = None
-                if isinstance(whole, ImageArrays):
-                    self._split = whole.hold_out(recipe.hold_out)
-                else:
-                    assert isinstance(self._files, FolderImages)
-                    self._split = whole.hold_out(recipe.hold_out, self._files)
-                self._split_key = recipe.hold_out
-            whole = self._split
-        return whole if recipe.freeze else normalised(whole, recipe)
+        number, whole = recipe.hold_out, self._splits[0]
+        if number not in self._splits:
+            self._splits = {0: whole}  # frees the memory of the last split
+            if isinstance(whole, ImageArrays):
+                self._splits[number] = whole.hold_out(number)
+            else:
+                assert isinstance(self._files, FolderImages)
+                self._splits[number] = whole.hold_out(number, self._files)
+        images = self._splits[number]
+        return images if recipe.freeze else normalised(images, recipe)
 
 
 def decode_readable(
@@ -256,7 +250,7 @@ def _features(
             return network.forward_features(scaled).float()
 
     targets = (data.train_target, data.test_target)
-    size = max(1, min(recipe.batch_size, 256))
+    size = min(recipe.batch_size, 256)
     train, test = (
         batched(source, len(target), features, batch_size=size, label=f"features of {part} images")
         for source, target, part in zip(sources, targets, ("training", "test"), strict=True)

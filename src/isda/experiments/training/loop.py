@@ -27,9 +27,9 @@ from isda.experiments.training.divergence import divergence_message, why_diverge
 from isda.experiments.training.environment import environment
 from isda.experiments.training.failures import Failures, free_memory, reason_of, together
 from isda.experiments.training.groups import Plan, groups, images_of_run, same_steps, whole_seeds
-from isda.experiments.training.images import kept_images
+from isda.experiments.training.images import ImageStore, kept_images
 from isda.experiments.training.member import Member
-from isda.experiments.training.memory import is_out_of_memory, peak_of_runs
+from isda.experiments.training.memory import is_out_of_memory
 from isda.experiments.training.parallel import train_in_processes
 from isda.experiments.training.progress import label_of, show_epochs
 from isda.experiments.training.run_folder import RunFolder
@@ -50,14 +50,13 @@ def train(
     """Train all plans and return their runs in the same order.
 
     Under ``torchrun`` all processes train every run together; only rank 0 writes and returns runs.
+    A run that fails does not stop the others. If several runs side by side run out of memory, they
+    continue once with half as many.
 
     Args:
         plans: runs to train.
         options: how to run the training.
         progress: show a progress bar.
-
-    A run that fails does not stop the others. If several runs side by side run out of memory, they
-    continue once with half as many.
 
     Raises:
         TimeUp: the time limit was reached before the end; checkpoints are written.
@@ -71,11 +70,12 @@ def train(
         join_processes(options.device) as (device, rank, world),
         choose_kernels(options, device),
         keep_compiled_code(options.compile_cache),
+        kept_images() as images,
         contextlib.ExitStack() as locks,
     ):
         if options.processes > 1 and device.type == "cpu" and world == 1 and len(plans) > 1:
-            return train_in_processes(plans, options)
-        training = _Training(plans, options, device, rank, world, progress=progress)
+            return train_in_processes(plans, options, progress=progress)
+        training = _Training(plans, options, device, rank, world, images, progress=progress)
         training.train(locks)
         done = [run for n, run in sorted(training.runs.items()) if n not in training.failures]
         training.failures.raise_if_any(done)
@@ -92,15 +92,17 @@ class _Training:
         device: torch.device,
         rank: int,
         world: int,
+        images: ImageStore,
         *,
         progress: bool,
     ) -> None:
         self.plans, self.options, self.progress = plans, options, progress
-        self.device, self.rank, self.world = device, rank, world
+        self.device, self.rank, self.world, self.images = device, rank, world, images
         self.deadline = Deadline(options)
         self.failures = Failures(len(plans))
         self.runs: dict[int, RunFolder] = {}  # by number of the plan, on rank 0
-        self._begin: Callable[[Lane], dict[int, RunFolder]] | None = None  # until there are folders
+        # called once, when the first network has taken the images; then None
+        self._create_folders: Callable[[Lane], dict[int, RunFolder]] | None = None
         self._width: int | None = None  # most runs side by side, after running out of memory
         self._left_out: set[int] = set()  # runs that cannot finish in time
 
@@ -111,16 +113,13 @@ class _Training:
         waiting = [number for number in range(len(self.plans)) if number not in self.runs]
         require_inputs([self.plans[number] for number in waiting], self.options)
         require_generators((self.plans[number].recipe for number in waiting), self.options)
-        self._begin = partial(create_folders, self.plans, waiting, self.options, locks)
-        self._images = locks.enter_context(kept_images())
-        for group in groups(self.plans, waiting, self.options, self.device, self._images):
-            parts = [group]
-            while parts:
-                part = [number for number in parts.pop(0) if number not in self.failures]
-                if self._width is not None and len(part) > self._width:
-                    parts[:0] = [part[: self._width], part[self._width :]]
-                elif part and not self._train_part(part):
-                    parts.insert(0, part)
+        self._create_folders = partial(create_folders, self.plans, waiting, self.options, locks)
+        for group in groups(self.plans, waiting, self.options, self.device, self.images):
+            left = group
+            while left := [number for number in left if number not in self.failures]:
+                part = left[: self._width]
+                if self._train_part(part):
+                    left = left[len(part) :]
         if self._left_out:
             raise time_up(self.runs.values(), self.options, early=True)
 
@@ -166,13 +165,13 @@ class _Training:
     def _train_group(self, group: list[int]) -> None:
         start_up = StartUp()
         plans = [self.plans[number] for number in group]
-        data = self._images.get(plans[0].recipe, self.options, self.device)
+        data = self.images.get(plans[0].recipe, self.options, self.device)
         lanes = [self._lane(plan, images_of_run(data, plan)) for plan in plans]
-        if self._begin is not None:
+        if self._create_folders is not None:
             with together():
                 if self.rank == 0:
-                    self.runs |= self._begin(lanes[0])
-            self._begin = None
+                    self.runs |= self._create_folders(lanes[0])
+            self._create_folders = None
         members = []
         for number, lane in zip(group, lanes, strict=True):
             member = Member(number, lane, self.runs.get(number))
@@ -192,9 +191,9 @@ class _Training:
         while unfinished := self._unfinished(members):
             first = choose(member.lane.epoch for member in unfinished)
             chosen = [member for member in unfinished if member.lane.epoch == first]
-            ends = [m.lane.epoch if m.lane.epoch > first else m.lane.recipe.epochs
-                    for m in unfinished]  # fmt: skip
-            time_is_up = self._train_side_by_side(chosen, min(ends), start_up)
+            ahead = [member.lane.epoch for member in unfinished if member.lane.epoch > first]
+            until = min(ahead, default=plans[0].recipe.epochs)
+            time_is_up = self._train_side_by_side(chosen, until, start_up)
             if time_is_up and self._unfinished(members):
                 raise time_up(self.runs.values(), self.options)
             start_up = StartUp()
@@ -271,11 +270,10 @@ class _Training:
                 recent.append(seconds)
             failed = any(member.number in self.failures for member in members)
             last = stopped or epoch + 1 == until
-            fewer = False
             if self.options.whole_runs and len(members) > 1 and recent and not (failed or last):
-                fewer = last = self._leave_out(members, mean(recent))
+                last = self._leave_out(members, mean(recent))
             save = last or time.monotonic() - saved > self.options.checkpoint_seconds
-            memory = peak_of_runs(lanes)
+            memory = runner.peak_memory()
             share = seconds / len(lanes)
             with together():
                 for member, result, writer in zip(members, results, writers, strict=True):
@@ -284,7 +282,7 @@ class _Training:
                         member.write(metrics, writer, save=save, last=last)
             if save:
                 saved = time.monotonic()
-            if failed or fewer or (stopped and epoch + 1 < until):
+            if (failed or last) and epoch + 1 < until:
                 break  # if runs have failed or are left out, the others go on without them
         for writer in writers:
             if writer is not None:

@@ -5,18 +5,14 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-if TYPE_CHECKING:
-    from isda.experiments.training.training_step import Lane  # which imports this module
-
-__all__ = ["create_on", "host_memory", "is_out_of_memory", "peak_host_memory", "peak_of_runs"]
+__all__ = ["create_on", "host_memory", "is_out_of_memory", "peak_host_memory"]
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -34,9 +30,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
-def create_on(
-    device: torch.device, create: Callable[[], nn.Module], *, limit: float = math.inf
-) -> nn.Module:
+def create_on(device: torch.device, create: Callable[[], nn.Module], *, limit: float) -> nn.Module:
     """Create a module on a device.
 
     Args:
@@ -104,11 +98,3 @@ def _silent() -> Iterator[None]:
     finally:
         os.dup2(usual, 2)
         os.close(usual)
-
-
-def peak_of_runs(lanes: Sequence["Lane"]) -> dict[str, float]:
-    """Peak memory per run of a GPU, if all its runs use the same method."""
-    device = lanes[0].device
-    if device.type != "cuda" or len({lane.recipe.method for lane in lanes}) > 1:
-        return {}
-    return {"peak_mib": torch.cuda.max_memory_allocated(device) / 2**20 / len(lanes)}

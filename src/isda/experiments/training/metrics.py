@@ -34,9 +34,9 @@ def classified(logits: Tensor, target: Tensor) -> Tensor:
     """
     probabilities = logits.float().softmax(1)
     prediction = logits.argmax(1)
-    columns = (target, prediction)
-    own = [probabilities.gather(1, column[:, None])[:, 0] for column in (prediction, target)]
-    return torch.stack([*(column.float() for column in columns), *own], 1)
+    confidence = probabilities.gather(1, prediction[:, None])[:, 0]
+    of_target = probabilities.gather(1, target[:, None])[:, 0]
+    return torch.stack([target.float(), prediction.float(), confidence, of_target], 1)
 
 
 def top_k_error(logits: Tensor, target: Tensor, k: int = 5) -> Tensor:

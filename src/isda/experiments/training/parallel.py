@@ -29,7 +29,9 @@ from isda.experiments.training.run_folder import RunFolder, require_free
 __all__ = ["train_in_processes"]
 
 
-def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolder]:
+def train_in_processes(
+    plans: Sequence[Plan], options: Options, *, progress: bool
+) -> list[RunFolder]:
     """Train every plan in one of ``options.processes`` processes; runs in the order of the plans.
 
     A run that fails does not stop the others. After an input error or on a full disk, however, only
@@ -49,7 +51,9 @@ def train_in_processes(plans: Sequence[Plan], options: Options) -> list[RunFolde
             with _no_interrupts():
                 numbers = {pool.submit(_train, plan, options): number
                            for number, plan in enumerate(plans)}  # fmt: skip
-            for future in tqdm(as_completed(numbers), label, len(numbers), unit="run"):
+            for future in tqdm(
+                as_completed(numbers), label, len(numbers), unit="run", disable=not progress
+            ):
                 try:
                     future.result()
                 except RunError as error:

@@ -64,12 +64,14 @@ class RunImages:
     ) -> None:
         self.recipe, self.data, self.device = recipe, data, device
         self.rank, self.world = rank, world
-        self._target, self._synthetic = data.train_target, None
+        images, target = data.train_images, data.train_target
+        self._synthetic = None
         if generator is not None:
             assert isinstance(data, ImageArrays)
             self._synthetic = SyntheticImages(generator, data, recipe.synthetic)
-            self._target = self._synthetic.target
-        self.number = len(self._target)
+            images, target = self._synthetic.images, self._synthetic.target
+        self._source, self._target = images, target
+        self.number = len(target)
         self.order_key = counter_rng.key(seed, _ORDER, device=device)
         self.augment_key = counter_rng.key(seed, _AUGMENT, device=device)
         self.network_key = counter_rng.key(seed, _NETWORK, device=device)
@@ -86,15 +88,13 @@ class RunImages:
         if isinstance(data, FeatureArrays):
             self._normalize = partial(torch.Tensor.contiguous)
         self._feed: BatchFeed | None = None
-        images = data.train_images if self._synthetic is None else self._synthetic.images
-        self._source = images
         if isinstance(images, Tensor) or (
             isinstance(images, PackedImages) and images.pixels.device.type == device.type
         ):
             self._images: Tensor | PackedImages = images
         else:
             size = min(recipe.batch_size, self.number)
-            self._feed = BatchFeed(images, data.train_target, batch_size=size, device=device)
+            self._feed = BatchFeed(images, target, batch_size=size, device=device)
             self._places = torch.arange(size, device=device)  # in the batch
             self._first = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -122,12 +122,9 @@ class RunImages:
             self._order.copy_(self._synthetic.begin_epoch(key))
         if self._feed is not None:
             self._feed.begin(self._parts(self._order.tolist()))
-        if not isinstance(self.data, ImageArrays):
-            return
-        assert isinstance(self._augment, Augmentation)
-        assert isinstance(self._images, Tensor)
-        if self._augment.epoch is not None:
+        if isinstance(self._augment, Augmentation) and self._augment.epoch is not None:
             assert isinstance(self._source, Tensor)
+            assert isinstance(self._images, Tensor)
             images = self._augment.epoch(self._source, counter_rng.fold(key, _AUGMENT))
             if self._images is self._source:
                 self._images = images  # from now on an own copy, at a fixed address

@@ -173,6 +173,13 @@ class SideBySide(CapturedSteps[Lane]):
             rows.append(torch.cat([loss[None] / lane.num_images, lane.results]))
         return torch.stack(rows).tolist()
 
+    def peak_memory(self) -> dict[str, float]:
+        """Peak memory per lane of a GPU, as metrics, if all lanes use the same method."""
+        device = self.lanes[0].device
+        if device.type != "cuda" or len({lane.recipe.method for lane in self.lanes}) > 1:
+            return {}
+        return {"peak_mib": torch.cuda.max_memory_allocated(device) / 2**20 / len(self.lanes)}
+
     def _clock(self) -> float:
         if self.lanes[0].device.type == "cuda":
             torch.cuda.synchronize(self.lanes[0].device)

@@ -13,7 +13,7 @@ from isda.experiments.networks import find_weights, require_network
 from isda.experiments.records import Run, export, load_runs, summary
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
-from isda.experiments.training.images import require_fit as require_network_fit
+from isda.experiments.training.images import require_fit
 from isda.experiments.training.locks import locked
 from isda.experiments.training.run_folder import RunFolder, require_free
 from isda.experiments.training.training_step import Lane
@@ -23,7 +23,6 @@ __all__ = [
     "create_folders",
     "finished_runs",
     "records_of",
-    "require_fit",
     "require_inputs",
 ]
 
@@ -38,7 +37,7 @@ def finished_runs(plans: Sequence[Plan], options: Options) -> dict[int, RunFolde
             run = RunFolder(plan.folder(options.out))
             if run.recipe != plan.recipe or not summary(run).finished:
                 continue
-            state = run.load(lambda state: state["epoch"])  # an exported record has none
+            state = run.load()  # an exported record has none
             if state is None or state["epoch"] == plan.recipe.epochs:
                 found[number] = run
     return found
@@ -50,9 +49,8 @@ def records_of(plan: Plan, *folders: Path) -> list[Run]:
     for folder in folders:
         path = plan.folder(folder)
         if (path / "config.json").exists():
-            found += load_runs(path.parent)
-    return [run for run in found if run.seed == plan.seed and summary(run).finished
-            and run.recipe == plan.recipe]  # fmt: skip
+            found += load_runs(path)
+    return [run for run in found if summary(run).finished and run.recipe == plan.recipe]
 
 
 def adopt_records(plans: Sequence[Plan], records: Path, out: Path) -> None:
@@ -86,7 +84,7 @@ def create_folders(
     lane: Lane,
 ) -> dict[int, RunFolder]:
     """Create and lock the run folders; an input error leaves no folders behind."""
-    require_fit(lane)
+    _require_fit(lane)
     if not options.resume:
         require_free(plan.folder(options.out) for plan in plans)
     found = {number: plans[number] for number in waiting}
@@ -105,13 +103,13 @@ def create_folders(
     }
 
 
-def require_fit(lane: Lane) -> None:
+def _require_fit(lane: Lane) -> None:
     """Raise InputError if the network cannot take the images; changes nothing."""
     if isinstance(lane.data, FeatureArrays):
         return  # was verified when the features were computed
     recipe, device = lane.recipe, lane.device
     shape = lane.data.image_shape
-    require_network_fit(lane.network.eval(), recipe, shape, device)
+    require_fit(lane.network.eval(), recipe, shape, device)
     lane.network.train()
     if (lane.num_images - 1) % recipe.batch_size:
         return
