@@ -92,9 +92,8 @@ class ShakeShake(_RandomLayer):
     def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
         if not self.training:
             return 0.5 * (x1 + x2)
-        weights = self.uniform((len(x1), 2), x1.device).to(x1.dtype)[
-            :, :, None, None, None
-        ]  # (N, 2, 1, 1, 1)
+        weights = self.uniform((len(x1), 2), x1.device).to(x1.dtype)
+        weights = weights[:, :, None, None, None]  # (N, 2, 1, 1, 1)
         return _Shake.apply(x1, x2, weights[:, 0], weights[:, 1])
 
 

@@ -50,9 +50,8 @@ class PreactivationBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         active = F.relu(self.bn1(x), inplace=True)
         residual = F.relu(self.bn2(self.conv1(active)), inplace=True)
-        return self.conv2(self.dropout(residual)) + (
-            x if self.shortcut is None else self.shortcut(active)
-        )
+        residual = self.conv2(self.dropout(residual))
+        return residual + (x if self.shortcut is None else self.shortcut(active))
 
 
 def _wide_resnet(
