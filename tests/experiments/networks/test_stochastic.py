@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from random_keys import bind, keys_of
 from torch import nn
 
-from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
-from isda.experiments.networks import Network, bind_key, create_network
+from isda.experiments.networks import Network, bind_keys, count_random_layers, create_network
 from isda.experiments.networks.densenet import DenseLayer
 from isda.experiments.networks.network import ConvNetwork, conv, stages
 from isda.experiments.networks.resnet import BasicBlock
@@ -27,7 +27,7 @@ RATE = 0.3
 def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch.device) -> None:
     layer = Dropout(RATE)
     if bound:
-        bind_key(layer, counter_rng.key(7, device=device))
+        bind(layer, 7, device)
     x = torch.full((40, 25, 8, 5), 2.0, device=device, requires_grad=True)
     output = layer(x)
     output.sum().backward()
@@ -45,17 +45,17 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(bound: bool, device: torch
 
 def test_dropout_depends_on_key_and_layer(device: torch.device) -> None:
     layers = nn.ModuleList([Dropout(RATE), Dropout(RATE)])
-    key = counter_rng.key(1, device=device)
-    assert bind_key(layers, key) == 2
+    keys = bind(layers, 1, device)
+    assert len(keys) == 2
     x = torch.ones(64, 16, device=device)
     first, second = layers[0](x), layers[1](x)
     assert torch.equal(layers[0](x), first)
     assert not torch.equal(first, second)
-    key.copy_(counter_rng.key(2, device=device))  # the next step
+    keys.copy_(keys_of(layers, 2, device))  # the next step
     later = layers[0](x)
     both = ((first == 0) & (later == 0)).double().mean().item()
     assert abs(both - RATE**2) < 5 * math.sqrt(RATE**2 / x.numel())
-    key.copy_(counter_rng.key(1, device=device))
+    keys.copy_(keys_of(layers, 1, device))
     assert torch.equal(layers[0](x), first)
     unbound = Dropout(RATE)
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def test_a_dropout_layer_that_stands_at_two_places_is_replaced_at_both() -> None
     model = nn.Sequential(layer, nn.Linear(3, 3), nn.Sequential(layer))
     replace_random_layers(model)
     assert not any(isinstance(part, nn.Dropout) for part in model.modules())
-    assert bind_key(model, torch.tensor(1)) == 2
+    assert count_random_layers(model) == 2
 
 
 @pytest.mark.parametrize(
@@ -88,13 +88,13 @@ def test_dropout_layers_are_counted_and_absent_at_rate_zero(name: str, layers: i
     with torch.device("meta"):
         plain = create_network(name, num_classes=10)
         dropping = create_network(name, num_classes=10, drop_rate=RATE)
-        key = counter_rng.key(0)
-    assert bind_key(plain, key) == 0
-    assert bind_key(dropping, key) == layers
+        keys = bind(dropping, 0)
+    assert count_random_layers(plain) == 0
+    assert len(keys) == layers
     assert plain.state_dict().keys() == dropping.state_dict().keys()
     bound = [module for module in dropping.modules() if isinstance(module, Dropout)]
-    assert all(module.drop_rate == RATE and module.key is key for module in bound)
-    assert len({module.stream for module in bound}) == layers
+    assert all(module.drop_rate == RATE and module.keys is keys for module in bound)
+    assert len({module.place for module in bound}) == layers
 
 
 @pytest.mark.parametrize("block", [BasicBlock, PreactivationBlock])
@@ -102,7 +102,7 @@ def test_dropout_stands_between_the_convolutions(
     block: Callable[..., nn.Module], device: torch.device
 ) -> None:
     module = block(4, 6, 2, drop_rate=0.999).to(device)
-    bind_key(module, counter_rng.key(0, device=device))
+    bind(module, 0, device)
     seen = {}
     module.dropout.register_forward_hook(lambda m, inputs, output: seen.update(a=inputs, b=output))
     module.conv2.register_forward_pre_hook(lambda m, inputs: seen.update(c=inputs[0]))
@@ -127,12 +127,11 @@ def test_dropout_follows_both_convolutions_of_a_dense_layer(device: torch.device
 
 def test_imagenet_densenet_drops_by_key(device: torch.device) -> None:
     network = create_network("densenet121", num_classes=3, drop_rate=RATE).to(device)
-    key = counter_rng.key(0, device=device)
-    bind_key(network, key)
+    keys = bind(network, 0, device)
     images = torch.randn(2, 3, 32, 32).to(device)
     with torch.no_grad():
         first, again = network(images), network(images)
-        key.add_(1)
+        keys.add_(1)
         other = network(images)
         torch.testing.assert_close(again, first)
         assert not torch.allclose(other, first)
@@ -154,7 +153,7 @@ def test_shake_mixes_forward_and_backward_by_separate_weights(
     images = 500
     layer = ShakeShake()
     if bound:
-        bind_key(layer, counter_rng.key(3, device=device))
+        bind(layer, 3, device)
     shape = (images, 3, 2, 4)
     x1, x2 = (torch.randn(shape, device=device, dtype=torch.float64) for _ in range(2))
     x1.requires_grad_()
@@ -206,15 +205,14 @@ def test_a_rank_draws_its_slice_of_the_global_batch(
     ) in network.modules():  # the batch norm statistics of a slice differ from those of the batch
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
-    key = counter_rng.key(4, device=device)
+    keys = bind(network, 4, device)
     images = torch.randn(7, 3, 8, 8).to(device)
-    bind_key(network, key)
     with torch.no_grad():
         whole = network(images)
         for start, end in ((0, 3), (3, 4), (4, 7)):
-            bind_key(network, key, offset=start)
+            bind_keys(network, keys, offset=start)
             torch.testing.assert_close(network(images[start:end]), whole[start:end])
-        bind_key(network, key)
+        bind_keys(network, keys)
         assert not torch.allclose(network(images[3:]), whole[3:])
 
 
@@ -223,13 +221,12 @@ def test_compiles_whole_and_follows_the_key(
     build: Callable[[], Network], device: torch.device
 ) -> None:
     network = build().to(device)
-    key = counter_rng.key(0, device=device)
-    bind_key(network, key)
+    keys = bind(network, 0, device)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager")
     images = torch.randn(4, 3, 8, 8).to(device)
     outputs = []
     for step in range(2):
-        key.copy_(counter_rng.key(step, device=device))
+        keys.copy_(keys_of(network, step, device))
         results = []
         for function in (network, compiled):
             network.zero_grad()
@@ -245,7 +242,7 @@ def test_compiles_whole_and_follows_the_key(
 @pytest.mark.parametrize("build", [_small_dropout, _small_shake])
 def test_half_precision_channels_last(build: Callable[[], Network], device: torch.device) -> None:
     network = build().to(device, memory_format=torch.channels_last)
-    bind_key(network, counter_rng.key(0, device=device))
+    bind(network, 0, device)
     images = torch.randn(4, 3, 16, 16).to(device, memory_format=torch.channels_last)
     layouts = []
     for module in network.modules():

@@ -3,11 +3,11 @@
 import pytest
 import timm
 import torch
+from random_keys import bind
 from torch import nn
 
-from isda.experiments.data import counter_rng
 from isda.experiments.errors import InputError
-from isda.experiments.networks import bind_key, create_network, own_image_size
+from isda.experiments.networks import bind_keys, create_network, own_image_size
 
 
 def test_timm_model_keeps_its_output(device: torch.device) -> None:
@@ -19,22 +19,22 @@ def test_timm_model_keeps_its_output(device: torch.device) -> None:
     assert network.forward_features(images).shape == (2, 512)
     torch.testing.assert_close(network(images), network.model(images))
     network.train()
-    assert bind_key(network, counter_rng.key(1, device=device)) == 1
+    assert len(bind(network, 1, device)) == 1
     dropped = (network.forward_features(images) == 0).float().mean()
     assert dropped >= 0.4  # 5 σ below 0.5 for 1024 elements
 
 
-def test_random_layers_of_timm_draw_from_the_key() -> None:
-    """As in our networks, random numbers depend on the key of the step, on any rank."""
+def test_random_layers_of_timm_draw_from_their_keys() -> None:
+    """As in our networks, random numbers depend on the keys of the step, on any rank."""
     network = create_network("timm:swin_tiny_patch4_window7_224", num_classes=3).train()
-    key = torch.tensor(5)
-    assert bind_key(network, key) > 10
+    keys = bind(network, 5)
+    assert len(keys) > 10
     images = torch.randn(4, 3, 224, 224)
     with torch.no_grad():
         one, again = network(images), network(images)
-        bind_key(network, key, offset=2)  # a rank with the last two images
+        bind_keys(network, keys, offset=2)  # a rank with the last two images
         part = network(images[2:])
-        key += 1
+        keys += 1
         other = network(images[2:])
     assert torch.equal(one, again)
     torch.testing.assert_close(part, one[2:])

@@ -26,7 +26,10 @@ def key(*parts: int, device: torch.device | str | None = None) -> Tensor:
 
 
 def fold(key: Tensor, part: int | Tensor) -> Tensor:
-    """New key from a key and an integer; different integers give independent keys."""
+    """New key from a key and an integer; different integers give independent keys.
+
+    A tensor of integers gives as many keys.
+    """
     part = part & _MASK
     low, high = key & _MASK, key >> 32
     low = _mix((low + 0x9E3779B9 + _mix(part ^ 0x5BD1E995)) & _MASK)

@@ -16,13 +16,14 @@ from torch import nn
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.networks.network import Network, seeded
 from isda.experiments.networks.pretrained import LoadedWeights, Preprocessing, find_weights
-from isda.experiments.networks.stochastic import bind_key
+from isda.experiments.networks.stochastic import bind_keys, count_random_layers
 
 __all__ = [
     "NETWORKS",
     "LoadedWeights",
     "Network",
-    "bind_key",
+    "bind_keys",
+    "count_random_layers",
     "create_network",
     "find_weights",
     "has_layer_norm",

@@ -1,9 +1,9 @@
 """Random layers: dropout, stochastic depth and Shake-Shake.
 
-By default they use torch's global generator. After :func:`bind_key` they use a key that the
-training loop sets before each step. Random numbers then depend only on the key, the layer and the
-index of the image in the global batch, so they do not change with other runs side by side or
-with several ranks.
+By default they use torch's global generator. After :func:`bind_keys` each layer uses a key that
+the training loop sets before each step. Random numbers then depend only on this key and the index
+of the image in the global batch, so they do not change with other runs side by side or with several
+ranks.
 """
 
 import math
@@ -19,7 +19,8 @@ __all__ = [
     "DropPath",
     "Dropout",
     "ShakeShake",
-    "bind_key",
+    "bind_keys",
+    "count_random_layers",
     "optional_dropout",
     "replace_random_layers",
 ]
@@ -30,16 +31,16 @@ class _RandomLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.key: Tensor | None = None  # a reference, not a buffer: the training loop owns it
-        self.stream = 0  # index of the layer in the network
+        self.keys: Tensor | None = None  # of all layers; not a buffer: the training loop owns it
+        self.place = 0  # of this layer's key
         self.offset = 0  # images of the global batch on lower ranks
 
     def uniform(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         """Uniform random numbers in [0, 1); the first dimension counts the images."""
-        if self.key is None:
+        if self.keys is None:
             return torch.rand(shape, device=device)
         start = self.offset * math.prod(shape[1:])
-        return counter_rng.uniform(shape, counter_rng.fold(self.key, self.stream), start=start)
+        return counter_rng.uniform(shape, self.keys[self.place], start=start)
 
 
 class Dropout(_RandomLayer):
@@ -97,19 +98,29 @@ class ShakeShake(_RandomLayer):
         return _Shake.apply(x1, x2, weights[:, 0], weights[:, 1])
 
 
-def bind_key(network: nn.Module, key: Tensor, *, offset: int = 0) -> int:
-    """Make the random layers of a network use a key; return the number of such layers.
+def count_random_layers(network: nn.Module) -> int:
+    """Number of layers of this module in a network."""
+    return len(_random_layers(network))
+
+
+def bind_keys(network: nn.Module, keys: Tensor, *, offset: int = 0) -> None:
+    """Make the random layers of a network use keys.
 
     Args:
-        network: network with layers of this module.
-        key: int64 scalar on the device of the network, kept by reference: write the key of every
-            step into it.
+        network: network with L random layers.
+        keys: their keys on the device of the network, int64, kept by reference: write the keys of
+            every step into it.
         offset: number of images of the global batch on lower ranks.
+
+    Shape:
+        keys (L,).
     """
-    layers = [module for module in network.modules() if isinstance(module, _RandomLayer)]
-    for stream, layer in enumerate(layers):
-        layer.key, layer.stream, layer.offset = key, stream, offset
-    return len(layers)
+    for place, layer in enumerate(_random_layers(network)):
+        layer.keys, layer.place, layer.offset = keys, place, offset
+
+
+def _random_layers(network: nn.Module) -> list[_RandomLayer]:
+    return [module for module in network.modules() if isinstance(module, _RandomLayer)]
 
 
 def replace_random_layers(model: nn.Module) -> None:

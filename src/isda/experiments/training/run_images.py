@@ -47,6 +47,7 @@ class RunImages:
         rank: rank of this process among those that train the run together.
         world: number of these processes.
         compiled: whether to compile the preparation of a batch.
+        random_layers: number of random layers of the network.
         generator: source of synthetic images, if the recipe has any.
     """
 
@@ -60,6 +61,7 @@ class RunImages:
         rank: int,
         world: int,
         compiled: bool,
+        random_layers: int = 0,
         generator: TrainedGenerator | None = None,
     ) -> None:
         self.recipe, self.data, self.device = recipe, data, device
@@ -75,6 +77,7 @@ class RunImages:
         self.order_key = counter_rng.key(seed, _ORDER, device=device)
         self.augment_key = counter_rng.key(seed, _AUGMENT, device=device)
         self.network_key = counter_rng.key(seed, _NETWORK, device=device)
+        self._random_layers = torch.arange(random_layers, device=device)
         self._order = torch.arange(self.number, device=device)
         self._augment = _create_augmentation(recipe, data)
         self._prepare = compile_once(_prepare) if compiled else _prepare
@@ -139,7 +142,7 @@ class RunImages:
     def batch(self, part: slice, position: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Images and target of ``part`` of the batch at ``position``, without synchronisation.
 
-        The third result is the key of the step for the random layers of the network.
+        The third result holds the keys of the network's random layers in this step.
         """
         source: tuple[Tensor | PackedImages, Tensor, Tensor, Tensor]
         if self._feed is None:
@@ -151,6 +154,7 @@ class RunImages:
             steps,
             self.augment_key,
             self.network_key,
+            self._random_layers,
             part=part,
             augment=self._augment,
             normalize=self._normalize,
@@ -210,6 +214,7 @@ def _prepare(
     steps: Tensor,
     augment_key: Tensor,
     network_key: Tensor,
+    random_layers: Tensor,
     *,
     part: slice,
     augment: Augmentation | RandomResizedCrop,
@@ -219,7 +224,8 @@ def _prepare(
     index = order[position + torch.arange(part.start, part.stop, device=order.device)]
     chosen: Any = images.take(index) if isinstance(images, PackedImages) else images[index]
     batch = augment.step(chosen, counter_rng.fold(augment_key, steps), start=part.start)
-    return normalize(batch), target[index], counter_rng.fold(network_key, steps)
+    layer_keys = counter_rng.fold(counter_rng.fold(network_key, steps), random_layers)
+    return normalize(batch), target[index], layer_keys
 
 
 def _normalize(

@@ -20,7 +20,13 @@ from isda.experiments.data.folder_cache import DecodedImages
 from isda.experiments.errors import InputError
 from isda.experiments.generators.trained_generator import TrainedGenerator
 from isda.experiments.losses.baselines import create_criterion
-from isda.experiments.networks import Network, bind_key, create_network, find_weights
+from isda.experiments.networks import (
+    Network,
+    bind_keys,
+    count_random_layers,
+    create_network,
+    find_weights,
+)
 from isda.experiments.networks.batch_norm import synchronize_batch_norm
 from isda.experiments.networks.network import seeded
 from isda.experiments.networks.probe import Probe
@@ -68,6 +74,8 @@ class Lane:
         self.rank, self.world = rank, world
         self.generator_digest = 0 if generator is None else generator.digest
         self.epoch = 0  # epochs done
+        self.network = self._create_network()
+        random_layers = count_random_layers(self.network)
         self.images = RunImages(
             recipe,
             seed,
@@ -76,9 +84,9 @@ class Lane:
             rank=rank,
             world=world,
             compiled=self._compiled,
+            random_layers=random_layers,
             generator=generator,
         )
-        self.network = self._create_network()
         self.criterion = self._create_criterion()
         self.average = copy.deepcopy(self.network).requires_grad_(False) if recipe.ema else None
 
@@ -87,10 +95,10 @@ class Lane:
         self.position = torch.zeros((), dtype=torch.int64, device=device)  # in the epoch's images
         self.steps = torch.zeros((), dtype=torch.int64, device=device)  # since the run started
         self.total_loss = torch.zeros((), device=device)  # summed over the images of the epoch
-        self.step_key = torch.zeros((), dtype=torch.int64, device=device)  # for random layers
+        self.layer_keys = torch.zeros(random_layers, dtype=torch.int64, device=device)
         self.results = torch.zeros(4, device=device)  # set by evaluate, and the next
         self.classified = torch.zeros(0, 4, device=device)
-        self._random = bind_key(self.network, self.step_key) > 0
+        bind_keys(self.network, self.layer_keys)
 
         self.parameters = list(self.network.parameters())
         self.optimizer = create_optimizer(recipe, self.network, self.learning_rate)
@@ -132,10 +140,9 @@ class Lane:
         """One training step on the next ``size`` images of all ranks, without synchronisation."""
         part = rank_slice(size, rank=self.rank, world=self.world)
         if self.world > 1:
-            bind_key(self.network, self.step_key, offset=part.start)
-        images, target, step_key = self.images.batch(part, self.position, self.steps)
-        if self._random:
-            self.step_key.copy_(step_key)
+            bind_keys(self.network, self.layer_keys, offset=part.start)
+        images, target, layer_keys = self.images.batch(part, self.position, self.steps)
+        self.layer_keys.copy_(layer_keys)
         self.zero_grad()
         set_rates(self.optimizer, self.learning_rate, self._warmup_factor())
         with autocast_of(self.recipe, self.device):
@@ -197,7 +204,7 @@ class Lane:
         yield self.position
         yield self.steps
         yield self.total_loss
-        yield self.step_key
+        yield self.layer_keys
 
     def state_dict(self) -> dict[str, Any]:
         """Contents of a checkpoint, which is written between two epochs."""
