@@ -120,7 +120,7 @@ def test_changed_recipes_are_compared(tmp_path):
     titles = ("CIFAR-10, ResNet-110: ISDA", f"{other}: Focal loss", f"{other}: ISDA")
     for title, text in zip(titles, details, strict=True):
         assert text.startswith(f"<strong>{title} vs. Cross entropy.</strong>")
-    assert f"`{searched}`" in recipes_block(load_runs(tmp_path), FIRST)
+    assert f"`{searched}`" in recipes_block(load_runs(tmp_path))
 
 
 def test_the_papers_tables_are_left_out_for_own_images(tmp_path):

@@ -113,7 +113,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
         show(["2", "--results", str(out)])
         assert f"Left out: {reason}{places}." in capsys.readouterr().out
     with pytest.raises(InputError, match=reason):
-        recipes_block(runs, FIRST)
+        recipes_block(runs)
     with pytest.raises(InputError, match=r"have the same name and seed"):
         main(["--runs", str(out), "--export", str(tmp_path / "kept")])
     assert not (tmp_path / "kept").exists()
