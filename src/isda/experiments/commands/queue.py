@@ -116,14 +116,15 @@ def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
     The runs of all lines are trained first, each only once even if several lines need it. Then the
     lines that choose or fit something with their runs are executed, each on one worker.
     """
-    runs, whole, seen = [], [], set[tuple[str, int]]()
+    runs, whole, seen = [], [], set[tuple[Path, Plan]]()
     for line in lines:
         if isinstance(line.task, PlannedRuns):
-            left = [plan for plan in line.task.missing(line.title, records)
-                    if (plan.name, plan.seed) not in seen]  # fmt: skip
-            seen |= {(plan.name, plan.seed) for plan in left}
+            options = line.task.options
+            missing = line.task.missing(line.title, records)
+            left = [plan for plan in missing if (options.out, plan) not in seen]
+            seen |= {(options.out, plan) for plan in left}
             runs += [_job_of_runs(line, part, workers)
-                     for part in _worker_groups(left, line.task.options, workers)]  # fmt: skip
+                     for part in _worker_groups(left, options, workers)]  # fmt: skip
         else:
             whole.append(_job_of_line(line, records, workers))
     failed = [*workers.run(runs), *workers.run(whole)]
@@ -131,9 +132,7 @@ def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
         for one in load_runs(folder) if (folder / "config.json").exists() else ():
             if summary(one).finished:
                 print(f"{one.folder}: error {summary(one).error:.2f} %")
-    for job, reason in failed:
-        print(f"isda: {job.label}: {reason}", file=sys.stderr)
-    return [job.label for job, _ in failed]
+    return failed
 
 
 def _worker_groups(

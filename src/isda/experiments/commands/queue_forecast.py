@@ -45,14 +45,13 @@ def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str
         options: options of the command, with its time limit.
     """
     speeds = Speeds([records, options.out])
-    found, problems, seen = [], [], set[tuple[str, int]]()
+    found, problems, seen = [], [], set[tuple[Path, Plan]]()
     for line in lines:
         plans, out = line.task.plans(), line.task.options.out
         missing = [plan for plan in plans if not records_of(plan, out, records)]
-        left = {(plan.name, plan.seed): plan for plan in missing}
-        left = {key: plan for key, plan in left.items() if key not in seen}
-        seen |= left.keys()
-        found.append(_forecast(line, len(plans), list(left.values()), speeds))
+        left = [plan for plan in dict.fromkeys(missing) if (out, plan) not in seen]
+        seen |= {(out, plan) for plan in left}
+        found.append(_forecast(line, len(plans), left, speeds))
         try:
             require_generators((plan.recipe for plan in missing), line.task.options)
         except InputError as error:
