@@ -51,7 +51,7 @@ def test_titles_of_pretrained_networks(freeze, kind):
         freeze=freeze, augment=(), image_size=128,
     )  # fmt: skip
     side = Side(f"birds-timm_resnet18_pretrained{'_frozen' * freeze}-isda+image_size=128", recipe,
-                {}, {}, 0)  # fmt: skip
+                {}, 0)  # fmt: skip
     assert side.training() == f"birds, timm:resnet18, {kind}, 128 pixels"
 
 

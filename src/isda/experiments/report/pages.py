@@ -79,7 +79,7 @@ def write_comparison_page(
     answer, reason = advice(result)
     header, *rows = comparison_rows(result)
     seeds = sorted({seed for side in result.sides for seed in side.runs})
-    settings = [_settings(side, result.method.recipe.pretrained) for side in result.sides]
+    settings = [_settings(side) for side in result.sides]
     text = _page(
         "compare.html",
         result=result,
@@ -244,7 +244,7 @@ def _seed_row(result: Comparison, seed: int) -> list[str]:
     return [f"{seed}" if verified else f"{seed} (unverified)", *cells, change]
 
 
-def _settings(side: Side, pretrained: bool) -> dict[str, str]:
+def _settings(side: Side) -> dict[str, str]:
     """Fields of the recipe of a side, and the pretrained weights of its runs if there are some."""
     recipe = side.recipe
     words = {}
@@ -255,7 +255,7 @@ def _settings(side: Side, pretrained: bool) -> dict[str, str]:
         elif isinstance(value, bool):
             value = "yes" if value else "no"
         words[field] = f"{value:g}" if isinstance(value, float) else str(value) or "none"
-    if pretrained:
+    if recipe.pretrained:
         loaded = dict.fromkeys(run.pretrained for run in side.runs.values())
         words["pretrained weights"] = "; ".join(loaded)
     return words

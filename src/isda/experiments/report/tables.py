@@ -193,9 +193,8 @@ class Overview:
             found = {result.method.name: result for result in pairs(table, self.sides)}
             self.results[table.number] = [found[name] for name in found if name not in seen]
             seen |= found.keys()
-        in_tables = {cell.recipe for table in TABLES.values() for cell in table.cells}
-        self.others = [r for r in pair_up(self.sides.values()) if r.method.name not in in_tables]
-        wanted = costs or not self._runs or in_tables & {run.name for run in self._runs}
+        self.others = [r for r in pair_up(self.sides.values()) if r.method.name not in PUBLISHED]
+        wanted = costs or not self._runs or any(run.name in PUBLISHED for run in self._runs)
         self.tables = list(TABLES.values()) if wanted else []
 
     @property
@@ -253,8 +252,7 @@ class Overview:
         finished = [run for run in self._runs if summary(run).finished]
         unfinished = [run for run in self._runs if run.damage is None and run not in finished]
         unverified = [run for run in finished if not run.verified]
-        used |= {run.folder for run in finished if run.name in self._left_out}
-        outside = [run for run in finished if run.folder not in used]
+        outside = [r for r in finished if r.folder not in used and r.name not in self._left_out]
         if unfinished:
             yield f"Unfinished runs that are left out: {len(unfinished)}."
         if unverified:
