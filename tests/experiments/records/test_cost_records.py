@@ -140,7 +140,7 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shares = [f"{row.added_percent:+.2f} %" for row in (new["resnet50"][1], *old["resnet32"][1:])]
     assert lines[2][4:] == [shares[0], "does not fit", "7.6 %", "1", ""]
     assert lines[3][4:] == [*shares[1:], "", "1", "200"]
-    with pytest.raises(InputError, match="table must name CSV files, got missing"):
+    with pytest.raises(InputError, match="missing cannot be read: No such file"):
         main(["--table", "missing"])
 
 
