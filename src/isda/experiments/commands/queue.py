@@ -17,7 +17,7 @@ from isda.experiments.commands.arguments import parse
 from isda.experiments.commands.queue_forecast import forecast_text
 from isda.experiments.commands.queue_lines import Line, read_queue
 from isda.experiments.commands.queue_workers import Job, Workers
-from isda.experiments.commands.task import PlannedRuns, Task
+from isda.experiments.commands.task import PlannedRuns, Task, result_line
 from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.records import load_runs, summary
 from isda.experiments.settings import Options
@@ -131,7 +131,7 @@ def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
     for folder in (folder for job in runs for folder, _ in job.runs):
         for one in load_runs(folder) if (folder / "config.json").exists() else ():
             if summary(one).finished:
-                print(f"{one.folder}: error {summary(one).error:.2f} %")
+                print(result_line(one))
     return failed
 
 
