@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import contents
 
 from isda.experiments.cli import main
 from isda.experiments.commands import queue, queue_workers
 from isda.experiments.commands.queue_workers import Job, Workers
 from isda.experiments.errors import InputError, RunLocked, TimeUp
 from isda.experiments.recipes import get_recipe
-from isda.experiments.records import load_runs, summary
+from isda.experiments.records import load_runs
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
 
@@ -27,17 +28,6 @@ calibrate {QUICK} --methods ce --seeds 0
 train digits-resnet8-isda {QUICK} --lambda-0 1e30 --ramp constant
 """
 RAY = ["--engine", "ray", "--device", "cpu", "--processes", "2"]
-
-
-def contents(folder: str) -> dict[str, list[object]]:
-    return {
-        f"{run.name}/{run.seed}": [
-            {key: value for key, value in line.items() if not key.endswith(("seconds", "_second"))}
-            for line in run.metrics()
-        ]
-        for run in load_runs(folder)
-        if summary(run).finished
-    }
 
 
 DIE = """

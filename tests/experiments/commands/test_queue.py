@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from command_line import contents
 
 from isda.experiments.cli import TIME_UP, main
 from isda.experiments.commands import queue
@@ -50,16 +51,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(loop, "train", recorded)
     return passed
-
-
-def contents(folder: str) -> dict[str, list[object]]:
-    return {
-        f"{run.name}/{run.seed}": [
-            {key: value for key, value in line.items() if not key.endswith(("seconds", "_second"))}
-            for line in run.metrics()
-        ]
-        for run in load_runs(folder)
-    }
 
 
 def test_in_order_and_only_what_is_missing(

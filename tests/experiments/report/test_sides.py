@@ -6,8 +6,8 @@ import shutil
 from functools import partial
 
 import pytest
-from html_pages import Page
 from made_runs import CE, FIRST, ISDA, expected_numbers, make_run, strip_checks
+from shown_tables import Page
 
 from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError
