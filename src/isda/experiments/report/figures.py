@@ -4,7 +4,6 @@ They are drawn for a text column of 7 inches. The description of the SVG contain
 that a figure can be compared with its records.
 """
 
-import io
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from isda.experiments.report.comparison import (
     strengths,
 )
 from isda.experiments.report.intervals import Difference, Estimate, difference, signed
+from isda.experiments.report.plots import svg_of
 from isda.experiments.report.sides import QUANTITIES, Quantity, Side
 
 __all__ = ["write_figures"]
@@ -250,10 +250,7 @@ def _style(ink: str) -> Any:
 
 def _svg(figure: Figure, text: str) -> str:
     """The figure as text, with a description for screen readers and for comparisons."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
-    svg = re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
+    svg = re.sub(r"[ \t]+$", "", svg_of(figure), flags=re.MULTILINE)
     # glyphs are named by their number in the font, which differs between builds of matplotlib
     glyphs = dict.fromkeys(re.findall(r'<path id="(\w+-[0-9a-f]+)"', svg))
     numbers = {name: f"glyph{number}" for number, name in enumerate(glyphs)}

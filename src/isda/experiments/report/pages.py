@@ -136,7 +136,7 @@ def _image_parts(
 def write_report_page(
     path: Path | str,
     runs: Iterable[Run],
-    costs: Sequence[list[str]] = (),
+    costs: Sequence[Mapping[str, str]] = (),
     pictures: Sequence[FeatureTable] = (),
 ) -> None:
     """Write tables, comparisons and curves as one HTML page without scripts or external files.
@@ -144,7 +144,7 @@ def write_report_page(
     Args:
         path: HTML file.
         runs: run records.
-        costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
+        costs: lines of the records of ``isda cost``, shown below Table 1.
         pictures: records of generators and augmented features, shown at the end.
     """
     found = Overview(runs, costs)
@@ -162,7 +162,7 @@ def write_report_page(
         others_title=found.others_title,
         legend=legend,
         ours=lambda cell: our_result(cell, found.sides),
-        costs=costs,
+        costs=found.costs,
         costs_title=COSTS_TITLE,
         sentences=found.sentences,
         figures=[_figure(*figure, found.sides) for figure in _FIGURES if found.tables],
