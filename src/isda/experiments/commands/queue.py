@@ -128,10 +128,10 @@ def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
         else:
             whole.append(_job_of_line(line, records, workers))
     failed = [*workers.run(runs), *workers.run(whole)]
-    for folder in (folder for job in runs for folder, _ in job.runs):
-        for one in load_runs(folder) if (folder / "config.json").exists() else ():
-            if summary(one).finished:
-                print(result_line(one))
+    folders = [folder for job in runs for folder, _ in job.runs if folder.is_dir()]
+    for one in (run for folder in folders for run in load_runs(folder)):
+        if summary(one).finished:
+            print(result_line(one))
     return failed
 
 

@@ -213,10 +213,9 @@ def _what_fits(lines: Sequence[_Forecast], minutes: float) -> str:
 
 
 def _epochs_done(plan: Plan, out: Path) -> int:
-    folder = plan.folder(out)
     try:
-        return summary(Run(folder)).epochs if (folder / "config.json").exists() else 0
-    except InputError:  # reported when the run is resumed
+        return summary(Run(plan.folder(out))).epochs
+    except InputError:  # not begun; or damaged, which is reported when the run is resumed
         return 0
 
 

@@ -4,13 +4,13 @@ Showing a table does not import the training code.
 """
 
 import shlex
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from isda.experiments.commands.arguments import parse, require_seeds
+from isda.experiments.commands.arguments import changed_options, parse, require_seeds
 from isda.experiments.errors import InputError
 from isda.experiments.published import cell_recipes, get_table
 from isda.experiments.recipes import Start, flags, get_recipe
@@ -63,9 +63,7 @@ class Table:
 
     def train_flags(self) -> list[str]:
         """The same settings as flags of ``isda train``."""
-        options = {option.name: getattr(self.options, option.name) for option in fields(Options)
-                   if getattr(self.options, option.name) != option.default}  # fmt: skip
-        return flags({"seeds": self.seeds, **self.changes(), **options})
+        return flags({"seeds": self.seeds, **self.changes(), **changed_options(self.options)})
 
     def require_valid(self) -> None:
         """Raise InputError unless cells can be trained with these arguments."""
