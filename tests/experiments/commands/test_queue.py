@@ -282,6 +282,16 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert not Path("runs").exists()
 
 
+def test_dry_run_of_a_line_whose_images_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many are held out depends on the images; the other lines are still counted."""
+    line = "calibrate --data imagefolder:birds --network resnet8\n"
+    Path("birds queue").write_text(f"{line}train digits-resnet8-ce {QUICK}\n")
+    assert main(["queue", "birds queue", "--dry-run"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "all lines 1 2 ? " in text
+    assert "birds queue:1 will fail: birds does not exist" in text
+
+
 def test_dry_run_without_earlier_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["queue", "my queue", "--dry-run"]) == 0
     text = " ".join(capsys.readouterr().out.split())

@@ -47,15 +47,18 @@ def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str
     speeds = Speeds([records, options.out])
     found, problems, seen = [], [], set[tuple[Path, Plan]]()
     for line in lines:
-        plans, out = line.task.plans(), line.task.options.out
-        missing = [plan for plan in plans if not records_of(plan, out, records)]
-        left = [plan for plan in dict.fromkeys(missing) if (out, plan) not in seen]
-        seen |= {(out, plan) for plan in left}
-        found.append(_forecast(line, len(plans), left, speeds))
+        out = line.task.options.out
+        plans: list[Plan] = []
+        missing: list[Plan] = []
         try:
+            plans = line.task.plans()
+            missing = [plan for plan in plans if not records_of(plan, out, records)]
             require_generators((plan.recipe for plan in missing), line.task.options)
         except InputError as error:
             problems.append(f"{line.place} will fail: {error}")
+        left = [plan for plan in dict.fromkeys(missing) if (out, plan) not in seen]
+        seen |= {(out, plan) for plan in left}
+        found.append(_forecast(line, len(plans), left, speeds))
     width = terminal_width()
     devices = f" on {', '.join(speeds.devices)}" if speeds.devices else ", of which there are none"
     notes = [
