@@ -60,7 +60,7 @@ def test_commands_train_the_runs_of_the_records(records) -> None:
     runs = {(run.name, run.seed): run.recipe for run in records
             if not run.recipe.data.startswith("imagefolder:")}  # fmt: skip
     shown = {}
-    for line in BLOCKS["times"](records, "").splitlines()[2:]:
+    for line in BLOCKS["times"](records).splitlines()[2:]:
         isda, train, *words = shlex.split(line.split("`")[1])
         assert (isda, train) == ("isda", "train")
         plans = train_command.plan(words).plans()
@@ -194,10 +194,10 @@ def test_every_block_of_a_page(records) -> None:
     assert names == BLOCKS.keys()
     before, after = (naive_mean(name, "test_error", 10) for name in PAIR)
     title = "CIFAR-100, ResNet-32, λ₀ = 0.5"
-    cell = row_of(BLOCKS["effect"](records, "cifar100-"), title)[1]
+    cell = row_of(BLOCKS["effect"](records), title)[1]
     assert cell.startswith(f"{before:.2f} → {after:.2f}: ")
     (own,) = (one for one in comparisons(records) if one.method.name == PAIR[1])
-    text = BLOCKS["summary"](records, "")
+    text = BLOCKS["summary"](records)
     significant = [one.difference for one in comparisons(records) if one.difference.significant]
     lower = text.partition("No significant")[0]
     assert own.difference.significant == (f"* {title}: " in lower)
@@ -209,17 +209,20 @@ def test_every_block_of_a_page(records) -> None:
     ]
     worse = text.partition("Higher NLL")[2]
     assert f"λ₀ = 2.5: ECE {ece[1] - ece[0]:+.2f} (" in worse
-    groups = [sides for title, sides in strengths(records, "digits") if "25 epochs" in title]
+    groups = [
+        sides for title, sides in strengths(records) if "digits" in title and "25 epochs" in title
+    ]
     assert len(groups) == 1
     assert groups[0].keys() >= {0.0, 0.25, 0.5, 1.0, 2.5, 5.0}
     one = [run for run in records if run.name in PAIR]
     for block in ("lambda_0", "images", "calibration"):
-        assert "no records" in BLOCKS[block](one, "")
+        assert "no records" in BLOCKS[block](one)
 
 
 def test_effect_by_data_and_network(records) -> None:
     """Unchanged recipes, then those with changed settings, in order of images and λ₀."""
-    first, title, few = BLOCKS["effect"](records, "cifar100-resnet32").split("\n\n")
+    own = [run for run in records if run.name.startswith("cifar100-resnet32")]
+    first, title, few = BLOCKS["effect"](own).split("\n\n")
     assert first.splitlines()[2:][0].startswith("| CIFAR-100, ResNet-32, λ₀ = 0.5 | ")
     assert len(first.splitlines()) == 3
     assert title == "CIFAR-100, ResNet-32:"
@@ -228,9 +231,10 @@ def test_effect_by_data_and_network(records) -> None:
         before, after = (naive_mean(name + changes, "test_error", 10) for name in PAIR)
         label = f"batches of 125, {number} images per class, λ₀ = 0.5"
         assert row.startswith(f"| {label} | {before:.2f} → {after:.2f}: ")
-    tables = BLOCKS["effect"](records, "digits").split("digits, ResNet-8:\n\n")
+    tables = BLOCKS["effect"](records).split("digits, ResNet-8:\n\n")
     assert len(tables) == 2
-    labels = [row.split(" | ")[0] for row in tables[1].splitlines() if "| 25 epochs" in row]
+    digits = tables[1].partition("\n\n")[0]
+    labels = [row.split(" | ")[0] for row in digits.splitlines() if "| 25 epochs" in row]
     values = [float(label.rpartition("= ")[2]) for label in labels]
     assert values == sorted(values)
     assert {0.25, 0.5, 1.0, 2.5, 5.0} <= {*values}
@@ -238,7 +242,8 @@ def test_effect_by_data_and_network(records) -> None:
 
 def test_numbers_of_training_images(records) -> None:
     """From the files: CIFAR-100 with 50, 100 and all 500 images per class."""
-    table = BLOCKS["images"](records, "cifar100-resnet32")
+    own = [run for run in records if run.name.startswith("cifar100-resnet32")]
+    table = BLOCKS["images"](own)
     assert table.startswith("CIFAR-100, ResNet-32, λ₀ = 0.5:\n")
     for number in (50, 100, 500):
         changes = "" if number == 500 else f"+batch_size=125+images_per_class={number}"
@@ -267,8 +272,6 @@ def test_rows_of_the_paper(records, tmp_path: Path) -> None:
 
 
 def test_unknown_blocks_and_missing_costs(records, tmp_path: Path) -> None:
-    from isda.experiments.errors import InputError
-
     page = tmp_path / "page.md"
     page.write_text("<!-- runs:cifar:efect -->\n<!-- /runs -->\n")
     with pytest.raises(InputError, match="unknown block 'efect'; did you mean effect"):

@@ -14,7 +14,7 @@ from isda.experiments.metrics_lines import is_number, read_line, sealed
 from isda.experiments.records import CALIBRATION, Run, summary
 from isda.experiments.report.intervals import estimate
 from isda.experiments.report.sides import create_side, distinct
-from isda.experiments.report.text import escape_markdown, markdown_rows, text_table
+from isda.experiments.report.text import text_table, titled_table
 
 __all__ = [
     "Calibration",
@@ -93,31 +93,27 @@ def load_calibration(run: Run) -> Calibration | None:
 
 def calibration_text(runs: Iterable[Run]) -> str:
     """The calibrated runs as a table for a terminal, a row per recipe."""
-    return text_table(_HEADER, [row for _, row in _rows(runs, "")])
+    return text_table(_HEADER, [row for _, row in _rows(runs)])
 
 
-def calibration_block(runs: Iterable[Run], prefix: str) -> str:
-    """Block of a page: a table per training of the recipes whose names start with a prefix."""
+def calibration_block(runs: Iterable[Run]) -> str:
+    """Block of a page: a table per training."""
     tables: dict[str, list[list[str]]] = {}
-    for training, row in _rows(runs, prefix):
+    for training, row in _rows(runs):
         tables.setdefault(training, []).append(row)
-    if not tables:
-        return "There are no records of calibrated runs yet."
-    return "\n\n".join(
-        f"{escape_markdown(training)}:\n\n{markdown_rows(_HEADER, rows, pad=False)}"
-        for training, rows in tables.items()
-    )
+    parts = [titled_table(training, _HEADER, rows) for training, rows in tables.items()]
+    return "\n\n".join(parts) or "There are no records of calibrated runs yet."
 
 
 _HEADER = ["method", "error, %", "NLL", "ECE, %", "T", "NLL with T", "ECE with T, %", "seeds"]
 
 
-def _rows(runs: Iterable[Run], prefix: str) -> list[tuple[str, list[str]]]:
+def _rows(runs: Iterable[Run]) -> list[tuple[str, list[str]]]:
     """Training and row of each recipe that has calibrated runs."""
     by_name: dict[str, list[Calibration]] = {}
     finished = [run for run in distinct(runs) if summary(run).finished]
     for run in finished:
-        found = load_calibration(run) if run.name.startswith(prefix) else None
+        found = load_calibration(run)
         if found is not None:
             by_name.setdefault(run.name, []).append(found)
     rows = []

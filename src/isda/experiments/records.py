@@ -308,16 +308,14 @@ def export(run: Run, to: Path | str) -> Path:
     files = _contents(run.folder)
     if folder.is_dir() and any(folder.iterdir()):
         present = _contents(folder)
-        calibration = files.get(CALIBRATION)
-        if calibration is not None and CALIBRATION not in present and present:
-            present[CALIBRATION] = calibration
-        if present != files:
+        missing = {CALIBRATION} & files.keys() - present.keys()
+        if present | {file: files[file] for file in missing} != files:
             raise InputError(
                 f"{folder} holds a different or damaged record of the same name and seed: move it "
                 "away, or export to another folder"
             )
-        if calibration is not None and not (folder / CALIBRATION).exists():
-            write_bytes(folder / CALIBRATION, calibration)
+        for file in missing:
+            write_bytes(folder / file, files[file])
         return folder
     write_folder(folder, files)
     return folder

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from isda.experiments.cli import main
-from isda.experiments.records import Run, load_runs
+from isda.experiments.records import Run, load_runs, summary
 
-__all__ = ["QUICK", "elsewhere", "image_folder", "only_run", "refused"]
+__all__ = ["QUICK", "contents", "elsewhere", "image_folder", "only_run", "refused"]
 
 QUICK = ["--epochs", "2", "--batch-size", "128", "--hold-out", "1200"]  # for the digits
 
@@ -49,6 +49,18 @@ def image_folder(path: Path, *, classes: int = 3, images: int = 10) -> Path:
             pixels = (colour + torch.randint(-40, 41, (40, 48, 3))).clamp(0, 255)
             Image.fromarray(pixels.to(torch.uint8).numpy()).save(folder / f"{i}.png")
     return path
+
+
+def contents(folder: str) -> dict[str, list[object]]:
+    """Metrics of the finished runs in a folder, except times."""
+    return {
+        f"{run.name}/{run.seed}": [
+            {key: value for key, value in line.items() if "second" not in key}
+            for line in run.metrics()
+        ]
+        for run in load_runs(folder)
+        if summary(run).finished
+    }
 
 
 def only_run(out: Path = Path("runs")) -> Run:

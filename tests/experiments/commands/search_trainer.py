@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 
 from isda.experiments.cli import run as run_command
@@ -21,11 +21,7 @@ __all__ = ["DIGITS", "Trainer", "elsewhere", "fields", "main", "search", "traine
 main = partial(run_command, "search")
 
 DIGITS = RECIPES["digits-resnet8-isda"]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+elsewhere = command_line.elsewhere
 
 
 def search(recipe: Recipe, name: str | None = None, **given: Any) -> SearchResult | None:

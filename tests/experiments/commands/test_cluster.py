@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import contents
 
 from isda.experiments.cli import main
 from isda.experiments.commands import queue, queue_workers
 from isda.experiments.commands.queue_workers import Job, Workers
 from isda.experiments.errors import InputError, RunLocked, TimeUp
 from isda.experiments.recipes import get_recipe
-from isda.experiments.records import load_runs, summary
+from isda.experiments.records import load_runs
 from isda.experiments.settings import Options
 from isda.experiments.training.groups import Plan
 
@@ -27,17 +28,6 @@ calibrate {QUICK} --methods ce --seeds 0
 train digits-resnet8-isda {QUICK} --lambda-0 1e30 --ramp constant
 """
 RAY = ["--engine", "ray", "--device", "cpu", "--processes", "2"]
-
-
-def contents(folder: str) -> dict[str, list[object]]:
-    return {
-        f"{run.name}/{run.seed}": [
-            {key: value for key, value in line.items() if not key.endswith(("seconds", "_second"))}
-            for line in run.metrics()
-        ]
-        for run in load_runs(folder)
-        if summary(run).finished
-    }
 
 
 DIE = """
@@ -163,18 +153,21 @@ def test_errors_and_the_time_limit(monkeypatch: pytest.MonkeyPatch, capsys) -> N
             job("broken", lambda: fail("a bug", KeyError)),
         )
         good = job("good", lambda: ran.append("good"))
-        found = workers.run([wrong, broken, good])
-        assert found == [(wrong, "no such data"), (broken, "KeyError: 'a bug'")]
+        assert workers.run([wrong, broken, good]) == ["wrong", "broken"]
+        reasons = ["isda: wrong: no such data", "isda: broken: KeyError: 'a bug'"]
+        errors = capsys.readouterr().err.splitlines()
+        assert [line for line in errors if line.startswith("isda: ")] == reasons
         assert ran == ["good"]
         late = job("late", lambda: fail("time limit of 1 min reached", TimeUp))
         with pytest.raises(TimeUp, match="time limit of 1 min"):
-            workers.run([late, *[good] * 5])
+            workers.run([wrong, late, *[good] * 5])
+        assert reasons[0] in capsys.readouterr().err
         assert len(ran) < 6  # nothing was started after the first
         assert len(started) == 2  # the workers of the first call were used again
         assert workers.run([]) == []
 
 
-def test_jobs_that_need_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_need_the_same_run(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(queue_workers, "import_module", lambda name: fake_ray([]))
     ran: list[str] = []
 
@@ -188,8 +181,9 @@ def test_jobs_that_need_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert workers.run([locked, first]) == []
         assert sorted(ran) == ["first", "second", "second"]
         outside = job("outside", lambda: fail("runs/ce/0 is being trained", RunLocked))
-        assert workers.run([outside, first]) == [(outside, "runs/ce/0 is being trained")]
-        assert workers.run([outside, outside]) == 2 * [(outside, "runs/ce/0 is being trained")]
+        assert workers.run([outside, first]) == ["outside"]
+        assert workers.run([outside, outside]) == ["outside", "outside"]
+    assert capsys.readouterr().err.count("isda: outside: runs/ce/0 is being trained\n") == 3
 
 
 def test_a_task_that_loses_every_worker(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -200,8 +194,10 @@ def test_a_task_that_loses_every_worker(monkeypatch: pytest.MonkeyPatch, capsys)
     )
     with Workers(None, "cpu", 1) as workers:
         poison = job("poison", lambda: None)
-        assert workers.run([poison]) == [(poison, "lost 3 workers, perhaps for lack of memory")]
-    assert capsys.readouterr().err.count("poison: a worker was lost, another one continues") == 2
+        assert workers.run([poison]) == ["poison"]
+    errors = capsys.readouterr().err
+    assert errors.count("poison: a worker was lost, another one continues") == 2
+    assert "isda: poison: lost 3 workers, perhaps for lack of memory\n" in errors
     assert len(started) == 4
 
 
@@ -210,6 +206,18 @@ def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(None, "cpu", 2)
     with pytest.raises(InputError, match="no worker can be started: it died"):
         workers.run([job("any", lambda: None)] * 2)
+
+
+def test_the_same_runs_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without Ray, a line with its own --out trains its own runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(queue_workers, "import_module", lambda name: fake_ray([]))
+    quick = QUICK.replace("--epochs 8", "--epochs 1")
+    Path("queue").write_text("\n".join(
+        f"train digits-resnet8-ce {quick} --out {out}" for out in ("one", "other", "one")
+    ))  # fmt: skip
+    assert main(["queue", "queue", *RAY]) == 0
+    assert [len(load_runs(out)) for out in ("one", "other")] == [1, 1]
 
 
 def test_shares_of_the_workers() -> None:

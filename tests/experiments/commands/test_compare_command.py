@@ -1,6 +1,5 @@
 """``isda compare`` and the report, on digits and on images of one's own."""
 
-import html
 import json
 import re
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from command_line import QUICK, image_folder
+from shown_tables import Page
 
 from isda.experiments.cli import main
 from isda.experiments.data.arrays import ImageArrays, load_data
@@ -22,18 +22,6 @@ def table_of(printed: str) -> list[list[str]]:
     """Cells of the text table, without the rule."""
     rows = [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
     return [row for row in rows if len(row) > 1]
-
-
-def cells_of(page: str) -> list[list[str]]:
-    """Rows of all tables of the page."""
-    rows = re.findall(r"<tr.*?>(.*?)</tr>", page, flags=re.DOTALL)
-    return [
-        [
-            html.unescape(re.sub(r"<.*?>", "", cell)).strip()
-            for cell in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row, flags=re.DOTALL)
-        ]
-        for row in rows
-    ]
 
 
 def test_compare_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,7 +51,7 @@ def test_compare_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert page.name.startswith("digits-resnet8-isda+")
     assert page.suffix == ".html"
     text = page.read_text(encoding="utf-8")
-    found = cells_of(text)
+    found = Page(text).rows
     for wanted in table_of(printed)[1:]:
         if wanted[0] in ("validation error, %", "NLL", "ECE, %", "seeds"):
             assert any(row[: len(wanted)] == wanted for row in found), wanted
@@ -98,7 +86,7 @@ def test_report_of_the_digits(
     errors = raw["test_error"]
     interval = scipy.stats.ttest_rel(errors[1], errors[0]).confidence_interval(0.95)
     page = Path("report.html").read_text(encoding="utf-8")
-    rows = [row for row in cells_of(page) if row[0] == "digits-resnet8-isda"]
+    rows = [row for row in Page(page).rows if row[0] == "digits-resnet8-isda"]
     assert len(rows) == 1
     assert rows[0][2].replace("−", "-") == (
         f"{np.mean(errors[1]) - np.mean(errors[0]):+z.2f} "

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from command_line import contents
 
 from isda.experiments.cli import TIME_UP, main
 from isda.experiments.commands import queue
@@ -50,16 +51,6 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     monkeypatch.setattr(loop, "train", recorded)
     return passed
-
-
-def contents(folder: str) -> dict[str, list[object]]:
-    return {
-        f"{run.name}/{run.seed}": [
-            {key: value for key, value in line.items() if not key.endswith(("seconds", "_second"))}
-            for line in run.metrics()
-        ]
-        for run in load_runs(folder)
-    }
 
 
 def test_in_order_and_only_what_is_missing(
@@ -254,6 +245,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         f"compare {QUICK} --lambda-0 auto --candidates 0.5 1 --seeds 0",
         "table 4 --cell cifar100/resnet110/cgan --seeds 0",
         "train cifar100-se_resnet110-ce",
+        "train cifar100-resnet110-isda --out elsewhere",
     ]
     Path("my queue").write_text("\n".join(lines))
     Path("results/benchmarks").mkdir(parents=True)
@@ -266,7 +258,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     capsys.readouterr()
     assert main(["queue", "my queue", "--dry-run", "--minutes", "20"]) == 0
     text = capsys.readouterr().out
-    rows = {row.split(":")[0]: row for row in text.splitlines()[2:9]}
+    rows = {row.split(":")[0]: row for row in text.splitlines()[2:10]}
     # 160 epochs of 50,000 images at the best speed; a run of an earlier line is counted once
     for number, left in {
         1: ["1", "of", "2", "2"],
@@ -276,6 +268,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         5: ["3", "of", "6", "6"],  # the search has three of them
         6: ["1", "of", "2", "160", "6.4"],  # every sixth image is synthetic
         7: ["1", "of", "1", "200", "?"],
+        8: ["1", "of", "1", "160", "5.3"],  # line 2 has this run in another folder
     }.items():
         words = rows[str(number)].split()
         place = words.index("of") - 1
@@ -287,6 +280,16 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert "20 minutes are enough for lines 1, 2; line 3 begins and is continued" in words
     assert "my queue:6 will fail: there is no generator in generators/cifar100-cgan/0" in text
     assert not Path("runs").exists()
+
+
+def test_dry_run_of_a_line_whose_images_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """How many are held out depends on the images; the other lines are still counted."""
+    line = "calibrate --data imagefolder:birds --network resnet8\n"
+    Path("birds queue").write_text(f"{line}train digits-resnet8-ce {QUICK}\n")
+    assert main(["queue", "birds queue", "--dry-run"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "all lines 1 2 ? " in text
+    assert "birds queue:1 will fail: birds does not exist" in text
 
 
 def test_dry_run_without_earlier_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import search_trainer
 import torch
+from command_line import contents
 from programs import on_two
 from search_trainer import DIGITS, Trainer, main, search
 
 from isda.experiments.data.arrays import ImageArrays, load_data
 from isda.experiments.errors import InputError
-from isda.experiments.records import Run, load_runs
+from isda.experiments.records import Run
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop
 from isda.experiments.training.loop import Plan, train
@@ -53,17 +54,6 @@ def test_an_unfinished_run_has_no_result(monkeypatch: pytest.MonkeyPatch) -> Non
         search(replace(DIGITS, hold_out=9))
 
 
-def contents() -> dict[str, Any]:
-    """All metrics of all runs, except times."""
-    return {
-        str(run.folder): [
-            {key: value for key, value in line.items() if "second" not in key}
-            for line in run.metrics()
-        ]
-        for run in load_runs("runs")
-    }
-
-
 def test_a_search_on_digits_resumes_after_a_kill(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,21 +75,23 @@ def test_a_search_on_digits_resumes_after_a_kill(
             main(QUICK)
     assert capsys.readouterr().out == ""
     assert not list(Path("runs").glob("*.json"))
-    before = contents()
+    before = contents("runs")
     assert len(before) == 2
 
     main([*QUICK, "--resume"])
     printed = capsys.readouterr().out
-    after = contents()
+    after = contents("runs")
     assert {folder: after[folder] for folder in before} == before  # not trained again
     (new,) = after.keys() - before.keys()
 
     means = {
-        Run(folder).recipe.lambda_0: lines[-1]["test_error"]  # a quarter of 2 epochs, at least 1
+        Run(f"runs/{folder}").recipe.lambda_0: lines[-1][
+            "test_error"
+        ]  # a quarter of 2 epochs, at least 1
         for folder, lines in before.items()
     }
     chosen = min(sorted(means), key=means.__getitem__)
-    final = Run(new)
+    final = Run(f"runs/{new}")
     assert (final.recipe.lambda_0, final.recipe.hold_out, final.seed) == (chosen, 0, 3)
     for lambda_0, mean in means.items():
         mark = " +← chosen" if lambda_0 == chosen else "$"
@@ -124,9 +116,7 @@ def test_a_search_on_digits_resumes_after_a_kill(
 
     # an uninterrupted search ends with the same numbers
     main([*QUICK, "--out", "other"])
-    for folder, lines in after.items():
-        other = Run(Path("other") / Path(folder).relative_to("runs")).metrics()
-        assert [line["test_error"] for line in other] == [line["test_error"] for line in lines]
+    assert contents("other") == after
     records = [next(Path(out).glob("*.json")).read_text() for out in ("runs", "other")]
     assert records[0] == records[1]
 

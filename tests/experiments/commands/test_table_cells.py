@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from loaded_data import cifar_arrays
 from PIL import Image
+from shown_tables import markdown_cells
 from table_commands import CE, ISDA, show_table
 
 import isda
@@ -210,9 +211,7 @@ def test_every_cell_trains(number, tiny_data, tmp_path, monkeypatch, capsys):
                      "--batch-size", "6", "--workers", "0", "--device", "cpu",
                      "--data-root", str(tiny_data), "--out", str(tmp_path),
                      "--generators", str(tmp_path / "gans")])  # fmt: skip
-        lines = capsys.readouterr().out.splitlines()
-        printed = [[cell.strip() for cell in line.strip("|").split("|")]
-                   for line in lines if line.startswith("| ")][2:]  # fmt: skip
+        printed = markdown_cells(capsys.readouterr().out)[2:]
         names = [name for name in paper if name.startswith(address.replace("/", "-") + "-")]
         for name in names:
             recipe = replace(RECIPES[name], epochs=2, batch_size=6)

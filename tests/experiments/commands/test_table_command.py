@@ -6,6 +6,7 @@ import shlex
 import numpy as np
 import pytest
 from made_runs import make_run, raw_errors
+from shown_tables import markdown_cells
 from table_commands import CE, ISDA, show_report, show_table
 
 from isda.experiments import cli
@@ -128,9 +129,7 @@ def test_table_of_records(tmp_path, capsys):
     make_run(tmp_path / "changed", ISDA, 8, 1.0, lambda_0=0.25)  # not the paper's recipe
     show_table(["2", "--results", str(tmp_path)])
     text = capsys.readouterr().out
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    rows = {row[0]: row for row in cells}
+    rows = {row[0]: row for row in markdown_cells(text)}
     sides = [list(raw_errors(tmp_path, name).values())[:2] for name in (CE, ISDA)]
     ours = [f"{np.mean(side):.2f} ± {np.std(side, ddof=1):.2f} (2)" for side in sides]
     assert rows["ResNet-32"] == ["ResNet-32", "0.5M", "7.39 ± 0.10", "·", "31.20 ± 0.41", ours[0]]
@@ -146,9 +145,9 @@ def test_default_folder(tmp_path, monkeypatch, capsys):
 
     def shown(show, *arguments) -> str:
         show([*arguments])
-        lines = capsys.readouterr().out.splitlines()
-        (row,) = [line for line in lines if "31.20 ± 0.41" in line]
-        return row.split("|")[6].strip()
+        rows = markdown_cells(capsys.readouterr().out)
+        (row,) = [row for row in rows if "31.20 ± 0.41" in row]
+        return row[5]
 
     (tmp_path / "runs").mkdir()  # and empty
     assert default_folder() is None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from costs import Machine, main, measure, read, usual, write
+from shown_tables import markdown_cells
 
 from isda.experiments.cost_records import (
     CASES,
@@ -135,12 +136,12 @@ def test_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new = {"resnet50": measure(lambda: Machine(room=2))}
     write(paths[1], theory, new)
     main(["--table", *map(str, paths)])
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in _lines(capsys)]
+    lines = markdown_cells(capsys.readouterr().out)
     assert [line[0] for line in lines[2:]] == ["resnet50", "resnet32"]
     shares = [f"{row.added_percent:+.2f} %" for row in (new["resnet50"][1], *old["resnet32"][1:])]
     assert lines[2][4:] == [shares[0], "does not fit", "7.6 %", "1", ""]
     assert lines[3][4:] == [*shares[1:], "", "1", "200"]
-    with pytest.raises(InputError, match="table must name CSV files, got missing"):
+    with pytest.raises(InputError, match="missing cannot be read: No such file"):
         main(["--table", "missing"])
 
 
@@ -202,10 +203,6 @@ def test_table_in_the_docs_matches_the_records() -> None:
     page = (root / "docs" / "speed.md").read_text()
     table = page.split("<!-- table:cost_h200 -->\n")[1].split("\n<!-- /table -->")[0]
     assert table == costs_markdown(records)
-
-
-def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return capsys.readouterr().out.splitlines()
 
 
 def test_command(tmp_path: Path, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:

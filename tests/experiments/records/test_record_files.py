@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_folders import change_config
 
 from isda._version import __version__
 from isda.experiments.calibration import load_calibration
 from isda.experiments.errors import InputError
-from isda.experiments.metrics_lines import config_checksum
 from isda.experiments.predictions import load_predictions
 from isda.experiments.records import Run, export, load_runs, summary
 from isda.experiments.report.blocks import update_markdown
@@ -50,13 +50,6 @@ def damage_of(folder: Path) -> str:
     return run.damage
 
 
-def change_config(folder: Path, **fields: object) -> None:
-    """Change fields of config.json and also its checksum."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps(config | {"check": config_checksum(config)}))
-
-
 def test_a_flipped_bit_of_every_byte_of_the_config_is_found(folder: Path) -> None:
     """Also in the environments, which the checksums of the metrics do not cover."""
     path = folder / "config.json"
@@ -76,7 +69,7 @@ def test_a_record_of_another_version(change: str, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (config if change == "field" else config["recipe"])["novelty"] = 3
     config["environments"][-1]["isda"] = "9.1.0"
-    change_config(folder, **config)
+    change_config(folder, config)
     assert "'novelty'" in damage_of(folder)
     assert f"written by torch-isda '9.1.0', this is {__version__}" in damage_of(folder)
 
@@ -96,7 +89,7 @@ def test_a_checksum_cannot_be_taken_from_some_lines(folder: Path) -> None:
 
 
 def test_layout_of_the_config_does_not_matter(folder: Path) -> None:
-    change_config(folder)
+    change_config(folder, {})
     assert Run(folder).verified
 
 
@@ -125,7 +118,7 @@ def test_the_checksum_follows_the_environments(
     "weights", [[], "x", {}, WEIGHTS | {"new": 3}, WEIGHTS | {"new": [3]}, WEIGHTS | {"file": None}]
 )
 def test_weights_of_another_kind(weights: object, folder: Path) -> None:
-    change_config(folder, weights=weights)
+    change_config(folder, {"weights": weights})
     assert "weights" in damage_of(folder)
 
 

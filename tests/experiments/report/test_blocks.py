@@ -14,6 +14,7 @@ from made_runs import (
     naive_row,
     strip_checks,
 )
+from shown_tables import markdown_cells
 
 from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError
@@ -43,12 +44,11 @@ def test_records_without_likelihood(tmp_path, capsys):
 
 
 def test_recipes_block(out):
-    header, rule, row = recipes_block(load_runs(out)).splitlines()
-    assert header.count("|") == rule.count("|") == row.count("|")
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells == [f"`{ISDA}`", "–", "–", *expected_numbers(out), "3"]
-    with pytest.raises(InputError, match="no records of an ISDA recipe cifar"):
-        recipes_block(load_runs(out), "cifar")
+    header, rule, row = markdown_cells(recipes_block(load_runs(out)))
+    assert len(header) == len(rule) == len(row)
+    assert row == [f"`{ISDA}`", "–", "–", *expected_numbers(out), "3"]
+    with pytest.raises(InputError, match="no records of ISDA and its baseline"):
+        recipes_block([run for run in load_runs(out) if run.recipe.method == "ce"])
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -92,7 +92,7 @@ def test_update_markdown(out, tmp_path):
         "runs",
     }
     path.write_text("<!-- runs:cifar10 -->\n<!-- /runs -->\n")
-    with pytest.raises(InputError, match="cifar10"):
+    with pytest.raises(InputError, match=r"README\.md: <!-- runs:cifar10 -->: no records of ISDA"):
         update_markdown(path, runs)
 
 
@@ -115,19 +115,17 @@ def test_broken_markers_are_refused(tmp_path, text):
 
 def test_losses_block(records):
     """Only the training with a loss other than ISDA has a table."""
-    title, empty, _, _, *rows = BLOCKS["losses"](load_runs(records), "").splitlines()
-    assert (title, empty) == ("CIFAR-10, ResNet-110:", "")
+    title, table = BLOCKS["losses"](load_runs(records)).split("\n\n")
+    assert title == "CIFAR-10, ResNet-110:"
     expected = []
     for method, label in (("isda", "ISDA, λ₀ = 0.5"), ("focal", "Focal loss")):
         change, _, errors, *_ = naive_row(records, method)
         means = re.sub(" ± [0-9.]+", "", errors)
         same = ["0.510 → 0.510: +0.000", "3.10 → 3.10: +0.00"]
         expected.append([label, f"{means}: {change}", *same, "3"])
-    found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert found == expected
-    assert "no records" in BLOCKS["losses"](
-        [run for run in load_runs(records) if "focal" not in run.name], ""
-    )
+    assert markdown_cells(table)[2:] == expected
+    others = [run for run in load_runs(records) if "focal" not in run.name]
+    assert "no records" in BLOCKS["losses"](others)
 
 
 def test_losses_block_with_two_baselines(tmp_path):
@@ -137,8 +135,8 @@ def test_losses_block_with_two_baselines(tmp_path):
     dropout = get_recipe(f"{FIRST}-dropout")
     changed = dataclasses.asdict(dataclasses.replace(dropout, method="lq"))
     make_run(tmp_path, f"{FIRST}-dropout+method=lq", 0, 6.0, **changed)
-    text = BLOCKS["losses"](load_runs(tmp_path), "")
-    tables = [part.splitlines() for part in text.split("\n\n")]
-    assert [tables[0], tables[2]] == [["CIFAR-10, ResNet-110:"], ["CIFAR-10, ResNet-110, Dropout:"]]
-    losses = [[row.split("|")[1].strip() for row in table[2:]] for table in tables[1::2]]
+    text = BLOCKS["losses"](load_runs(tmp_path))
+    parts = text.split("\n\n")
+    assert parts[::2] == ["CIFAR-10, ResNet-110:", "CIFAR-10, ResNet-110, Dropout:"]
+    losses = [[row[0] for row in markdown_cells(table)[2:]] for table in parts[1::2]]
     assert losses == [["Focal loss"], ["Dropout + ISDA, λ₀ = 0.5", "Lq loss"]]

@@ -162,7 +162,7 @@ def test_damaged_calibration(runs: Path, tmp_path: Path) -> None:
 
 
 def test_block_of_a_page(runs: Path) -> None:
-    rows = BLOCKS["calibration"](load_runs(runs), "digits").splitlines()
+    rows = BLOCKS["calibration"](load_runs(runs)).splitlines()
     assert len(rows) == 7
     found = [load_calibration(run) for run in load_runs(runs) if run.recipe.method == "ce"]
     mean = sum(one.scaled_loss for one in found if one) / 2
@@ -170,7 +170,7 @@ def test_block_of_a_page(runs: Path) -> None:
     assert rows[0] == f"{training}, 500 images held out:"
     assert rows[4].startswith("| Cross entropy | ")
     assert rows[4].split(" | ")[5].startswith(f"{mean:.3f} ± ")
-    assert "no records" in BLOCKS["calibration"]([], "")
+    assert "no records" in BLOCKS["calibration"]([])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from isda.experiments.report.comparison import (
     sentence,
     strengths,
 )
+from isda.experiments.report.figures import write_figures
 from isda.experiments.report.intervals import difference, seeds_needed, signed
 
 
@@ -103,6 +104,15 @@ def test_isda_without_strength_does_not_replace_cross_entropy(tmp_path):
     assert [round(side.error.mean) for side in sides.values()] == [9, 7, 6]
     assert list(sides) == [0.0, 0.5, 1.0]
     assert not strengths([run for run in load_runs(tmp_path) if "1.0" not in run.name])
+
+
+def test_the_curve_of_a_search_needs_no_baseline(tmp_path):
+    for lambda_0 in (0.25, 0.5):
+        name = f"{ISDA}+lambda_0={lambda_0}+hold_out=99"
+        make_run(tmp_path / "runs", name, 0, 9.0 - lambda_0, lambda_0=lambda_0, hold_out=99)
+    files = write_figures(tmp_path / "figures", load_runs(tmp_path / "runs"))
+    assert [file.name for file in files] == ["lambda_0-light.svg", "lambda_0-dark.svg"]
+    assert "validation on 99 held-out images, λ₀ = 0.25: 8." in files[0].read_text()
 
 
 def test_other_covariances_are_another_curve_of_lambda_0(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_pages import Page
 from made_runs import (
     CE,
     FIRST,
@@ -19,6 +18,7 @@ from made_runs import (
     naive_row,
     raw_errors,
 )
+from shown_tables import Page
 
 from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError

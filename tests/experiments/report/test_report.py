@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from html_pages import Page
 from made_runs import (
     CE,
     FIRST,
@@ -19,8 +18,10 @@ from made_runs import (
     naive_row,
     raw_errors,
 )
+from shown_tables import Page, markdown_cells
 
 from isda.experiments.cli import run as run_command
+from isda.experiments.cost_records import read_costs
 from isda.experiments.errors import InputError
 from isda.experiments.published import COST
 from isda.experiments.recipes import RECIPES
@@ -48,8 +49,7 @@ def test_recipes_table(out, tmp_path):
 
 def test_report_equals_the_raw_records(records):
     text = report_markdown(load_runs(records))
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rows = markdown_cells(text)
     isda, focal = naive_row(records, "isda"), naive_row(records, "focal")
     assert (isda[1], focal[1]) == ("lower", "not significant")
     assert rows.count([f"{FIRST}-isda", "ce", "−0.43", *isda]) == 2  # Tables 2 and 4
@@ -102,25 +102,21 @@ def test_changed_recipes_are_compared(tmp_path):
         ):
             make_run(tmp_path, name, seed, 6.0 + len(name) / 100, **changes)
     text = report_markdown(load_runs(tmp_path))
-    rows = [
-        line.split("|") for line in text.partition("## Beyond")[2].splitlines() if "| ce" in line
-    ]
-    assert [(row[1].strip(), row[2].strip()) for row in rows] == [
-        (searched, "ce"),
-        (f"digits-resnet8-focal{changed}", "ce"),
-        (f"{ISDA}{changed}", "ce"),
-    ]
-    assert all("→ 6." in row[5] for row in rows)
+    rows = [row for row in markdown_cells(text.partition("## Beyond")[2]) if row[1] == "ce"]
+    assert [row[0] for row in rows] == [
+        searched, f"digits-resnet8-focal{changed}", f"{ISDA}{changed}"
+    ]  # fmt: skip
+    assert all("→ 6." in row[4] for row in rows)
     assert "in no cell and no comparison: 8." in text
     write_report_page(tmp_path / "report.html", load_runs(tmp_path))
     details = (tmp_path / "report.html").read_text(encoding="utf-8").split("<summary>")[1:]
     for row, text in zip(rows, details, strict=True):
-        assert f"<code>{row[1].strip()}</code>" in text
+        assert f"<code>{row[0]}</code>" in text
     other = "digits, ResNet-8, batches of 16, weight decay 1e-05"
     titles = ("CIFAR-10, ResNet-110: ISDA", f"{other}: Focal loss", f"{other}: ISDA")
     for title, text in zip(titles, details, strict=True):
         assert text.startswith(f"<strong>{title} vs. Cross entropy.</strong>")
-    assert f"`{searched}`" in recipes_block(load_runs(tmp_path), FIRST)
+    assert f"`{searched}`" in recipes_block(load_runs(tmp_path))
 
 
 def test_the_papers_tables_are_left_out_for_own_images(tmp_path):
@@ -129,7 +125,7 @@ def test_the_papers_tables_are_left_out_for_own_images(tmp_path):
         make_run(tmp_path, f"{name}+weight_decay=0.1", 0, error, weight_decay=0.1)
     runs = load_runs(tmp_path)
     path = tmp_path / "report.html"
-    for costs, tables in ((), 0), ([["network", "ours"], ["ResNet-50", "1 %"]], 5):
+    for costs, tables in ([], 0), (read_costs([RESULTS / "benchmarks/cost_imagenet_h200.csv"]), 5):
         write_report_page(path, runs, costs)
         page = html.unescape(path.read_text(encoding="utf-8"))
         text = report_markdown(runs, costs)
@@ -196,8 +192,7 @@ def test_our_cost_below_table_1(tmp_path, capsys):
     page = tmp_path / "report.html"
     main(["--runs", str(RESULTS), "--page", str(page), "--costs", str(kept), str(again)])
     first = capsys.readouterr().out.partition("## Table 2.")[0]
-    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in first.splitlines()]
-    for rows in (shown, Page(page.read_text(encoding="utf-8")).rows):
+    for rows in (markdown_cells(first), Page(page.read_text(encoding="utf-8")).rows):
         assert [row for row in rows if row[-1] in ("NVIDIA H200", "x86_64")] == expected
 
 

@@ -6,8 +6,8 @@ import shutil
 from functools import partial
 
 import pytest
-from html_pages import Page
 from made_runs import CE, FIRST, ISDA, expected_numbers, make_run, strip_checks
+from shown_tables import Page
 
 from isda.experiments.cli import run as run_command
 from isda.experiments.errors import InputError
@@ -51,7 +51,7 @@ def test_titles_of_pretrained_networks(freeze, kind):
         freeze=freeze, augment=(), image_size=128,
     )  # fmt: skip
     side = Side(f"birds-timm_resnet18_pretrained{'_frozen' * freeze}-isda+image_size=128", recipe,
-                {}, {}, 0)  # fmt: skip
+                {}, 0)  # fmt: skip
     assert side.training() == f"birds, timm:resnet18, {kind}, 128 pixels"
 
 
@@ -113,7 +113,7 @@ def test_runs_in_conflict_are_left_out_and_named(out, tmp_path, capsys):
         show(["2", "--results", str(out)])
         assert f"Left out: {reason}{places}." in capsys.readouterr().out
     with pytest.raises(InputError, match=reason):
-        recipes_block(runs, FIRST)
+        recipes_block(runs)
     with pytest.raises(InputError, match=r"have the same name and seed"):
         main(["--runs", str(out), "--export", str(tmp_path / "kept")])
     assert not (tmp_path / "kept").exists()

@@ -5,14 +5,16 @@ import io
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import tyro
 
 from isda.experiments.errors import InputError
+from isda.experiments.settings import Options
 from isda_command import COMMANDS
 
-__all__ = ["parse", "require_seeds"]
+__all__ = ["changed_options", "parse", "require_seeds"]
 
 _Arguments = TypeVar("_Arguments")
 
@@ -50,6 +52,12 @@ def require_seeds(argument: str, seeds: Sequence[int]) -> None:
     if not seeds or len({*seeds}) != len(seeds) or not 0 <= min(seeds) <= max(seeds) < 2**32:
         listed = " ".join(map(str, seeds)) or "none"
         raise InputError(f"{argument} must be different integers from 0 to 2³² - 1, got {listed}")
+
+
+def changed_options(options: Options) -> dict[str, Any]:
+    """The options that do not have their default."""
+    values = {option.name: getattr(options, option.name) for option in fields(Options)}
+    return {name: value for name, value in values.items() if value != getattr(Options, name)}
 
 
 def _expanded(word: str) -> str:

@@ -17,7 +17,7 @@ from isda.experiments.commands.lambda_search import with_hold_out
 from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
 from isda.experiments.commands.task import PlannedRuns, Task
 from isda.experiments.errors import InputError, TimeUp, unknown
-from isda.experiments.recipes import Start, baseline_of, with_method
+from isda.experiments.recipes import Start, with_method
 from isda.experiments.report.text import show
 from isda.experiments.settings import METHODS, Options
 from isda.experiments.temperature import calibration_of
@@ -47,12 +47,12 @@ class Calibrate(RecipeArguments, Task):
         held = with_hold_out(self.recipe, self.options)
         recipes = {}
         for method in self.methods:
-            start, recipe = self.start, held
-            if method != "isda":
-                name = baseline_of(start.name) if start.name and method == "ce" else None
-                start = Start(with_method(start.recipe, method), name)
-                recipe = with_method(recipe, method)
-            recipes[start.run_name(recipe)] = recipe
+            recipe = held if method == "isda" else with_method(held, method)
+            if method in ("isda", "ce"):
+                name = self.start.pair_name(recipe)
+            else:
+                name = Start(with_method(self.start.recipe, method)).run_name(recipe)
+            recipes[name] = recipe
         return PlannedRuns(recipes, self.seeds, self.options).plans()
 
     def train_missing(self, title: str, records: Path) -> None:

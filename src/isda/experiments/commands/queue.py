@@ -17,7 +17,7 @@ from isda.experiments.commands.arguments import parse
 from isda.experiments.commands.queue_forecast import forecast_text
 from isda.experiments.commands.queue_lines import Line, read_queue
 from isda.experiments.commands.queue_workers import Job, Workers
-from isda.experiments.commands.task import PlannedRuns, Task
+from isda.experiments.commands.task import PlannedRuns, Task, result_line
 from isda.experiments.errors import InputError, TimeUp
 from isda.experiments.records import load_runs, summary
 from isda.experiments.settings import Options
@@ -116,24 +116,23 @@ def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
     The runs of all lines are trained first, each only once even if several lines need it. Then the
     lines that choose or fit something with their runs are executed, each on one worker.
     """
-    runs, whole, seen = [], [], set[tuple[str, int]]()
+    runs, whole, seen = [], [], set[tuple[Path, Plan]]()
     for line in lines:
         if isinstance(line.task, PlannedRuns):
-            left = [plan for plan in line.task.missing(line.title, records)
-                    if (plan.name, plan.seed) not in seen]  # fmt: skip
-            seen |= {(plan.name, plan.seed) for plan in left}
+            options = line.task.options
+            missing = line.task.missing(line.title, records)
+            left = [plan for plan in missing if (options.out, plan) not in seen]
+            seen |= {(options.out, plan) for plan in left}
             runs += [_job_of_runs(line, part, workers)
-                     for part in _worker_groups(left, line.task.options, workers)]  # fmt: skip
+                     for part in _worker_groups(left, options, workers)]  # fmt: skip
         else:
             whole.append(_job_of_line(line, records, workers))
     failed = [*workers.run(runs), *workers.run(whole)]
-    for folder in (folder for job in runs for folder, _ in job.runs):
-        for one in load_runs(folder) if (folder / "config.json").exists() else ():
-            if summary(one).finished:
-                print(f"{one.folder}: error {summary(one).error:.2f} %")
-    for job, reason in failed:
-        print(f"isda: {job.label}: {reason}", file=sys.stderr)
-    return [job.label for job, _ in failed]
+    folders = [folder for job in runs for folder, _ in job.runs if folder.is_dir()]
+    for one in (run for folder in folders for run in load_runs(folder)):
+        if summary(one).finished:
+            print(result_line(one))
+    return failed
 
 
 def _worker_groups(

@@ -45,18 +45,20 @@ def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str
         options: options of the command, with its time limit.
     """
     speeds = Speeds([records, options.out])
-    found, problems, seen = [], [], set[tuple[str, int]]()
+    found, problems, seen = [], [], set[tuple[Path, Plan]]()
     for line in lines:
-        plans, out = line.task.plans(), line.task.options.out
-        missing = [plan for plan in plans if not records_of(plan, out, records)]
-        left = {(plan.name, plan.seed): plan for plan in missing}
-        left = {key: plan for key, plan in left.items() if key not in seen}
-        seen |= left.keys()
-        found.append(_forecast(line, len(plans), list(left.values()), speeds))
+        out = line.task.options.out
+        plans: list[Plan] = []
+        missing: list[Plan] = []
         try:
+            plans = line.task.plans()
+            missing = [plan for plan in plans if not records_of(plan, out, records)]
             require_generators((plan.recipe for plan in missing), line.task.options)
         except InputError as error:
             problems.append(f"{line.place} will fail: {error}")
+        left = [plan for plan in dict.fromkeys(missing) if (out, plan) not in seen]
+        seen |= {(out, plan) for plan in left}
+        found.append(_forecast(line, len(plans), left, speeds))
     width = terminal_width()
     devices = f" on {', '.join(speeds.devices)}" if speeds.devices else ", of which there are none"
     notes = [
@@ -214,10 +216,9 @@ def _what_fits(lines: Sequence[_Forecast], minutes: float) -> str:
 
 
 def _epochs_done(plan: Plan, out: Path) -> int:
-    folder = plan.folder(out)
     try:
-        return summary(Run(folder)).epochs if (folder / "config.json").exists() else 0
-    except InputError:  # reported when the run is resumed
+        return summary(Run(plan.folder(out))).epochs
+    except InputError:  # not begun; or damaged, which is reported when the run is resumed
         return 0
 
 

@@ -5,10 +5,11 @@ Every line starts with train, compare, search, calibrate or table; # starts a co
 
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from isda.experiments.commands import calibrate, compare, search, table, train
+from isda.experiments.commands.arguments import changed_options
 from isda.experiments.commands.task import Task
 from isda.experiments.errors import InputError, unknown
 from isda.experiments.settings import Options
@@ -87,10 +88,5 @@ def _task(words: list[str], options: Options) -> Task:
         task = _TASKS[command](rest)
     except SystemExit:
         raise InputError("--help cannot be used in a queue") from None
-    own = {
-        option.name: getattr(task.options, option.name)
-        for option in fields(Options)
-        if getattr(task.options, option.name) != option.default
-    }
-    own |= {"resume": True, "minutes": options.minutes}
+    own = changed_options(task.options) | {"resume": True, "minutes": options.minutes}
     return task.with_options(options.changed(**own))

@@ -84,8 +84,8 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         self._ray.shutdown()
 
-    def run(self, jobs: Sequence[Job]) -> list[tuple[Job, str]]:
-        """Run all jobs; returns the failed ones, with the reasons.
+    def run(self, jobs: Sequence[Job]) -> list[str]:
+        """Run all jobs; prints why some have failed, and returns their labels.
 
         A job whose worker is lost is run again, up to three times. A job that needs a run of
         another job waits for it.
@@ -107,9 +107,11 @@ class Workers:
                 view.update(len(work.busy))
                 for ref in done:
                     self._receive(ref, work, view)
+        for job, why in work.failed:
+            print(f"isda: {job.label}: {why}", file=sys.stderr)
         if work.time_up is not None:
             raise TimeUp(work.time_up)
-        return work.failed
+        return [job.label for job, _ in work.failed]
 
     def _receive(self, ref: Any, work: "_Work", view: "_View") -> None:
         """Take the answer of a worker, or replace the worker if it was lost."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isda.experiments.commands.arguments import parse
-from isda.experiments.cost_records import cost_rows, read_costs
+from isda.experiments.cost_records import read_costs
 from isda.experiments.errors import InputError
 from isda.experiments.records import Run, default_folder, export, load_runs, summary
 from isda.experiments.report.blocks import update_markdown
@@ -53,12 +53,11 @@ def run(words: list[str]) -> None:
             "isda compare, or give the folder of the records with --runs"
         )
     runs = distinct(load_runs(folder))
-    measured = read_costs(given.costs) if given.costs else []
-    costs = cost_rows(measured, "report") if measured else []
+    costs = read_costs(given.costs)
     pictures = read_features(given.pictures)
     if given.export is not None:
         _export([one for one in runs if summary(one).finished], given.export)
-    changed = {path: update_markdown(path, runs, measured, pictures) for path in given.update}
+    changed = {path: update_markdown(path, runs, costs, pictures) for path in given.update}
     show("\n\n".join([report_markdown(runs, costs), *(one.markdown for one in pictures)]))
     for path, is_new in changed.items():
         print(f"{path}: {'updated' if is_new else 'up to date'}")

@@ -4,13 +4,13 @@ Showing a table does not import the training code.
 """
 
 import shlex
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from isda.experiments.commands.arguments import parse, require_seeds
+from isda.experiments.commands.arguments import changed_options, parse, require_seeds
 from isda.experiments.errors import InputError
 from isda.experiments.published import cell_recipes, get_table
 from isda.experiments.recipes import Start, flags, get_recipe
@@ -63,9 +63,7 @@ class Table:
 
     def train_flags(self) -> list[str]:
         """The same settings as flags of ``isda train``."""
-        options = {option.name: getattr(self.options, option.name) for option in fields(Options)
-                   if getattr(self.options, option.name) != option.default}  # fmt: skip
-        return flags({"seeds": self.seeds, **self.changes(), **options})
+        return flags({"seeds": self.seeds, **self.changes(), **changed_options(self.options)})
 
     def require_valid(self) -> None:
         """Raise InputError unless cells can be trained with these arguments."""
@@ -79,7 +77,6 @@ class Table:
         """Runs that the cells need, with their baselines."""
         from isda.experiments.commands.task import PlannedRuns  # imports the training code
 
-        self.require_valid()
         starts = [Start(get_recipe(name), name) for name in cell_recipes(self.table, *self.cell)]
         changed = [(start, replace(start.recipe, **self.changes())) for start in starts]
         recipes = {start.run_name(recipe): recipe for start, recipe in changed}
@@ -88,23 +85,23 @@ class Table:
 
 def plan(words: list[str]) -> "PlannedRuns":
     """The task described by the arguments of the command."""
-    return parse(Table, "table", words).planned()
+    given = parse(Table, "table", words)
+    given.require_valid()
+    return given.planned()
 
 
 def run(words: list[str]) -> None:
     """Show a table, or train its cells and show them."""
     given = parse(Table, "table", words)
     table = get_table(given.table)
-    if not given.cell:
-        if given != Table(given.table, results=given.results):
-            raise InputError("training needs a cell: isda table N --cell DATA/NETWORK")
+    if given == Table(given.table, results=given.results):  # nothing to train
         folder = given.results or default_folder()
         sides, left_out = create_sides([] if folder is None else load_runs(folder))
         show("\n\n".join([section(table, sides), *map(left_out_line, left_out.values())]))
         return
+    given.require_valid()
     names = cell_recipes(given.table, *given.cell)
     if given.dry_run:
-        given.require_valid()
         for name in names:
             print(shlex.join(["isda", "train", name, *given.train_flags()]))
         return

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isda import distributed
-from isda.experiments.records import summary
+from isda.experiments.records import Run, summary
 from isda.experiments.settings import Options, Recipe
 from isda.experiments.training import loop
 from isda.experiments.training.failures import finished_first
 from isda.experiments.training.groups import Plan
 from isda.experiments.training.start import records_of
 
-__all__ = ["PlannedRuns", "Task"]
+__all__ = ["PlannedRuns", "Task", "result_line"]
 
 
 class Task(ABC):
@@ -77,6 +77,11 @@ class PlannedRuns(Task):
             return
         with finished_first(loop.train, missing, self.options) as runs:
             for run in runs:
-                result = summary(run)
-                print(f"{run.folder}: error {result.error:.2f} %, {result.seconds:.0f} s",
-                      flush=True)  # fmt: skip
+                print(result_line(run), flush=True)
+
+
+def result_line(run: Run) -> str:
+    """Folder, error and time of a finished run."""
+    result = summary(run)
+    split = "validation" if run.recipe.hold_out else "test"
+    return f"{run.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s"

@@ -1,8 +1,7 @@
 """``isda train``: one recipe, one run per seed."""
 
 from isda.experiments.commands.recipe_arguments import RecipeArguments, parse_recipe
-from isda.experiments.commands.task import PlannedRuns
-from isda.experiments.records import summary
+from isda.experiments.commands.task import PlannedRuns, result_line
 from isda.experiments.training import loop
 from isda.experiments.training.failures import finished_first
 
@@ -21,6 +20,4 @@ def run(words: list[str]) -> None:
     task = plan(words)
     with finished_first(loop.train, task.plans(), task.options) as runs:
         for one in runs:
-            result = summary(one)
-            split = "validation" if one.recipe.hold_out else "test"
-            print(f"{one.folder}: {split} error {result.error:.2f} %, {result.seconds:.0f} s")
+            print(result_line(one))

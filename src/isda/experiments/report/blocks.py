@@ -32,7 +32,7 @@ from isda.experiments.report.sides import (
     create_sides,
     recipe_order,
 )
-from isda.experiments.report.text import escape_markdown, markdown_rows
+from isda.experiments.report.text import escape_markdown, markdown_rows, titled_table
 
 __all__ = ["BLOCKS", "recipes_block", "update_markdown"]
 
@@ -71,11 +71,10 @@ def update_markdown(
         )
 
     def block(match: re.Match[str]) -> str:
-        name, _, kind = match[2].partition(":")
-        if kind == "pictures":
-            content = _pictures(name, pictures, path)
-        else:
-            content = _block(match[2], runs, costs)
+        try:
+            content = _content(match[2], runs, costs, pictures, path)
+        except InputError as error:
+            raise InputError(f"{path}: <!-- runs:{match[2]} -->: {error}") from error
         return f"{match[1]}{content}\n{match[5]}"
 
     updated = re.sub(pattern, block, text, flags=re.DOTALL)
@@ -84,48 +83,47 @@ def update_markdown(
     return updated != text
 
 
-def _block(mark: str, runs: Sequence[Run], costs: Sequence[Mapping[str, str]]) -> str:
+def _content(
+    mark: str,
+    runs: Sequence[Run],
+    costs: Sequence[Mapping[str, str]],
+    pictures: Sequence[FeatureTable],
+    page: Path,
+) -> str:
     """What belongs between the marks with this name, with an empty line around text."""
     name, _, kind = mark.partition(":")
-    prefix = "" if name in ("all", "paper") else name
-    if name == "paper":
-        runs = [run for run in runs if run.name in PUBLISHED]
-    if not kind:
-        return recipes_block(runs, prefix)
+    if kind == "pictures":
+        return f"\n{_pictures(name, pictures, page)}\n"
     if kind == "cost":
         if not costs:
-            raise InputError(
-                f"<!-- runs:{mark} --> needs the records of isda cost: give them with --costs"
-            )
+            raise InputError("needs the records of isda cost: give them with --costs")
         return f"\n{cost_block(costs)}\n"
+    if name == "paper":
+        runs = [run for run in runs if run.name in PUBLISHED]
+    elif name != "all":
+        runs = [run for run in runs if run.name.startswith(name)]
+    if not kind:
+        return recipes_block(runs)
     if kind not in BLOCKS:
         raise unknown("block", kind, [*BLOCKS, "cost", "pictures"])
-    _, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
+    _, left_out = create_sides(runs)
     if left_out:  # a table must not lose seeds silently
         raise InputError("; ".join(left_out.values()))
-    return f"\n{BLOCKS[kind](runs, prefix)}\n"
+    return f"\n{BLOCKS[kind](runs)}\n"
 
 
 def _pictures(name: str, pictures: Sequence[FeatureTable], page: Path) -> str:
     """The records of a folder with this name, each with its picture."""
     found = [one.block(page) for one in pictures if one.folder.resolve().name == name]
     if not found:
-        raise InputError(
-            f"<!-- runs:{name}:pictures --> needs a folder of records called {name}: give it with "
-            "--pictures"
-        )
-    return "\n" + "\n\n".join(found) + "\n"
+        raise InputError(f"needs a folder of records called {name}: give it with --pictures")
+    return "\n\n".join(found)
 
 
-def recipes_block(runs: Iterable[Run], prefix: str = "") -> str:
-    """Table: the ISDA recipes that have records, with their baselines, next to the paper.
-
-    Args:
-        runs: run records.
-        prefix: prefix of the names of the recipes to show, such as ``cifar100-``.
-    """
+def recipes_block(runs: Iterable[Run]) -> str:
+    """Table: the ISDA recipes that have records, with their baselines, next to the paper."""
     rows = []
-    for result in comparisons(runs, prefix):
+    for result in _some_comparisons(runs):
         paper = [str(PUBLISHED.get(side.name, DASH)) for side in result.sides]
         ours = [side.error.format() for side in result.sides]
         change = signed(result.difference)
@@ -135,34 +133,34 @@ def recipes_block(runs: Iterable[Run], prefix: str = "") -> str:
     return markdown_rows(header, rows, code=(0,), pad=False)
 
 
-def _effect(runs: Iterable[Run], prefix: str) -> str:
+def _effect(runs: Iterable[Run]) -> str:
     """Tables: error, NLL and ECE of cross entropy and ISDA with the interval of the difference.
 
     First the recipes as they are, then those with changed settings, by data set and network.
     """
-    groups: dict[str, list[Comparison]] = {"": []}
-    for result in comparisons(runs, prefix):
-        changed = "+" in result.method.name
-        groups.setdefault(result.method.subject if changed else "", []).append(result)
+    usual: list[Comparison] = []
+    changed: dict[str, list[Comparison]] = {}
+    for result in _some_comparisons(runs):
+        subject = result.method.subject
+        own = changed.setdefault(subject, []) if "+" in result.method.name else usual
+        own.append(result)
     parts = []
-    for subject, results in groups.items():
-        if subject:
-            results.sort(key=_settings_order)
+    if usual:
+        rows = [[result.title, *_effect_cells(result), result.seeds] for result in usual]
+        parts.append(markdown_rows(["training", *_TITLES, "seeds"], rows, pad=False))
+    for subject, results in changed.items():
         rows = [
-            [result.settings if subject else result.title, *_effect_cells(result), result.seeds]
-            for result in results
+            [result.settings, *_effect_cells(result), result.seeds]
+            for result in sorted(results, key=_settings_order)
         ]
-        header = ["settings" if subject else "training", *_TITLES, "seeds"]
-        title = f"{escape_markdown(subject)}:\n\n" if subject else ""
-        if rows:
-            parts.append(title + markdown_rows(header, rows, pad=False))
+        parts.append(titled_table(subject, ["settings", *_TITLES, "seeds"], rows))
     return "\n\n".join(parts)
 
 
-def _summary(runs: Iterable[Run], prefix: str) -> str:
+def _summary(runs: Iterable[Run]) -> str:
     """List: the trainings by verdict on the test error, best first; then worse NLL and ECE."""
     found: dict[str, list[str]] = {}
-    for result in comparisons(runs, prefix):
+    for result in _some_comparisons(runs):
         for quantity in QUANTITIES[1:]:
             change = result.change(quantity)
             if change is not None and verdict(change) == "higher":
@@ -178,10 +176,11 @@ def _summary(runs: Iterable[Run], prefix: str) -> str:
     return "\n".join(lines)
 
 
-def _strengths(runs: Iterable[Run], prefix: str) -> str:
+def _strengths(runs: Iterable[Run]) -> str:
     """Tables: results by λ₀, one table for each training with several values."""
+    header = ["λ₀", *_TITLES, "error minus cross entropy (95 % interval)", "seeds"]
     parts = []
-    for title, sides in strengths(runs, prefix):
+    for title, sides in strengths(runs):
         rows = []
         baseline = sides.get(0.0)
         for lambda_0, side in sides.items():
@@ -191,27 +190,26 @@ def _strengths(runs: Iterable[Run], prefix: str) -> str:
                 change = signed(difference(baseline.errors, side.errors))
             name = f"{lambda_0:g}" if lambda_0 else "0 (cross entropy)"
             rows.append([name, *cells, change, str(len(side.runs))])
-        header = ["λ₀", *_TITLES, "error minus cross entropy (95 % interval)", "seeds"]
-        parts.append(f"{escape_markdown(title)}:\n\n{markdown_rows(header, rows, pad=False)}")
+        parts.append(titled_table(title, header, rows))
     return "\n\n".join(parts) or "There are no records of a training with several values yet."
 
 
-def _data_sizes(runs: Iterable[Run], prefix: str) -> str:
+def _data_sizes(runs: Iterable[Run]) -> str:
     """Tables: error, NLL and ECE by number of training images."""
+    header = ["images per class", *_TITLES, "batch size", "seeds"]
     parts = []
-    for title, results in data_sizes(runs, prefix):
+    for title, results in data_sizes(runs):
         rows = []
         for number, result in results.items():
             batch_size = str(result.method.recipe.batch_size)
             rows.append([str(number), *_effect_cells(result), batch_size, result.seeds])
-        header = ["images per class", *_TITLES, "batch size", "seeds"]
-        parts.append(f"{escape_markdown(title)}:\n\n{markdown_rows(header, rows, pad=False)}")
+        parts.append(titled_table(title, header, rows))
     return "\n\n".join(parts) or "There are no records with several numbers of images yet."
 
 
-def _losses(runs: Iterable[Run], prefix: str) -> str:
+def _losses(runs: Iterable[Run]) -> str:
     """Tables: other losses and ISDA, each against cross entropy, by training."""
-    sides, _ = create_sides(run for run in runs if run.name.startswith(prefix))
+    sides, _ = create_sides(runs)
     groups: dict[str, list[Comparison]] = {}
     for result in sorted(pair_up(sides.values()), key=lambda result: recipe_order(result.method)):
         groups.setdefault(result.baseline.training(), []).append(result)
@@ -219,16 +217,13 @@ def _losses(runs: Iterable[Run], prefix: str) -> str:
     for title, results in groups.items():
         if any(result.method.recipe.method != "isda" for result in results):
             rows = [[_loss(result), *_effect_cells(result), result.seeds] for result in results]
-            table = markdown_rows(["loss", *_TITLES, "seeds"], rows, pad=False)
-            parts.append(f"{escape_markdown(title)}:\n\n{table}")
+            parts.append(titled_table(title, ["loss", *_TITLES, "seeds"], rows))
     return "\n\n".join(parts) or "There are no records of other losses yet."
 
 
-def _times(runs: Iterable[Run], prefix: str) -> str:
+def _times(runs: Iterable[Run]) -> str:
     """Table: the commands that train the runs, and the time that they took."""
-    runs = [run for run in runs if run.name.startswith(prefix) and run.name.partition("+")[0] in
-            RECIPES]  # fmt: skip
-    sides, _ = create_sides(runs)
+    sides, _ = create_sides(run for run in runs if run.name.partition("+")[0] in RECIPES)
     rows = []
     for side in sorted(sides.values(), key=recipe_order):
         minutes = sum(summary(run).seconds for run in side.runs.values()) / 60
@@ -240,7 +235,7 @@ def _times(runs: Iterable[Run], prefix: str) -> str:
     return markdown_rows(["command", "device", "minutes"], rows, left=(0, 1), code=(0,), pad=False)
 
 
-BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
+BLOCKS: dict[str, Callable[[Sequence[Run]], str]] = {
     "effect": _effect,
     "summary": _summary,
     "lambda_0": _strengths,
@@ -249,7 +244,15 @@ BLOCKS: dict[str, Callable[[Sequence[Run], str], str]] = {
     "calibration": calibration_block,
     "times": _times,
 }
-"""Blocks by name, from run records and the prefix of the recipes to show."""
+"""Blocks by name, from run records."""
+
+
+def _some_comparisons(runs: Iterable[Run]) -> list[Comparison]:
+    """ISDA compared with cross entropy; raises InputError if no training has records of both."""
+    found = comparisons(runs)
+    if not found:
+        raise InputError("no records of ISDA and its baseline")
+    return found
 
 
 def _loss(result: Comparison) -> str:

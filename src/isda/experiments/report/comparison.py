@@ -120,32 +120,26 @@ def pair_up(sides: Iterable[Side]) -> list[Comparison]:
     return sorted(found, key=lambda result: result.method.name)
 
 
-def comparisons(runs: Iterable[Run], prefix: str = "") -> list[Comparison]:
+def comparisons(runs: Iterable[Run]) -> list[Comparison]:
     """ISDA compared with cross entropy in every training that has records of both.
 
-    Args:
-        runs: run records.
-        prefix: prefix of the names of the recipes.
-
     Raises:
-        InputError: there are none, or records are damaged or contradict each other.
+        InputError: records are damaged or contradict each other.
     """
-    sides, left_out = create_sides(run for run in runs if run.name.startswith(prefix))
+    sides, left_out = create_sides(runs)
     if left_out:
         raise InputError("; ".join(left_out.values()))
     results = [one for one in pair_up(sides.values()) if one.method.recipe.method == "isda"]
-    if not results:
-        raise InputError(f"no records of an ISDA recipe {prefix}… and its baseline")
     return sorted(results, key=lambda result: recipe_order(result.method))
 
 
-def strengths(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[float, Side]]]:
+def strengths(runs: Iterable[Run]) -> list[tuple[str, dict[float, Side]]]:
     """Trainings with at least two values of λ₀ > 0: title, and sides by λ₀; cross entropy is 0.
 
     Runs on held-out images, as in ``isda search``, are a training of their own.
     """
     finished = [run for run in distinct(runs) if summary(run).finished]
-    names = dict.fromkeys(run.name for run in finished if run.name.startswith(prefix))
+    names = dict.fromkeys(run.name for run in finished)
     baselines: dict[Recipe, Side] = {}
     groups: dict[Recipe, dict[float, Side]] = {}  # by recipe without λ₀
     for side in sorted((create_side(finished, name) for name in names), key=recipe_order):
@@ -163,14 +157,14 @@ def strengths(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[flo
     return found
 
 
-def data_sizes(runs: Iterable[Run], prefix: str = "") -> list[tuple[str, dict[int, Comparison]]]:
+def data_sizes(runs: Iterable[Run]) -> list[tuple[str, dict[int, Comparison]]]:
     """Trainings with at least two numbers of images: title, and comparisons by images per class.
 
     They may also differ in the batch size. Without ``images_per_class``, a run of CIFAR has all
     images; other data sets then do not count.
     """
     groups: dict[object, dict[int, Comparison]] = {}
-    for result in comparisons(runs, prefix):
+    for result in comparisons(runs):
         recipe = result.method.recipe
         number = recipe.images_per_class or _IMAGES_PER_CLASS.get(recipe.data, 0)
         if number:

@@ -4,7 +4,6 @@ They are drawn for a text column of 7 inches. The description of the SVG contain
 that a figure can be compared with its records.
 """
 
-import io
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +25,7 @@ from isda.experiments.report.comparison import (
     strengths,
 )
 from isda.experiments.report.intervals import Difference, Estimate, difference, signed
+from isda.experiments.report.plots import svg_of
 from isda.experiments.report.sides import QUANTITIES, Quantity, Side
 
 __all__ = ["write_figures"]
@@ -56,8 +56,8 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
     Raises:
         InputError: there is nothing to draw.
     """
-    folder = Path(folder)
-    shown = _shown(list(runs))
+    folder, runs = Path(folder), list(runs)
+    shown = {name: found for name, (find, _, _) in _FIGURES.items() if (found := find(runs))}
     if not shown:
         raise InputError(
             "the records have nothing for a figure: it needs a training of the paper with two "
@@ -68,21 +68,21 @@ def write_figures(folder: Path | str, runs: Iterable[Run]) -> list[Path]:
     for theme, colours in _THEMES.items():
         with matplotlib.rc_context(_style(colours["ink"])):
             for name, found in shown.items():
-                draw, describe = _FIGURES[name]
+                _, draw, describe = _FIGURES[name]
                 written.append(folder / f"{name}-{theme}.svg")
                 write_text(written[-1], _svg(draw(found, colours), describe(found)))
     return written
 
 
-def _shown(runs: Sequence[Run]) -> dict[str, Sequence[Any]]:
-    """What the figures show, by name; without those that have nothing to show."""
-    # trainings of the paper with an interval, those with the most seeds first
+def _find_effect(runs: Sequence[Run]) -> list[Comparison]:
+    """Trainings of the paper with an interval, those with the most seeds first."""
     own = [r for r in comparisons(runs) if r.difference.interval and r.method.name in PUBLISHED]
     own = list(filter(_has_all, own))
-    effect = sorted(own, key=lambda one: -min(one.difference.counts))[:_MOST_TRAININGS]
-    sizes = [one for one in data_sizes(runs) if all(map(_has_all, one[1].values()))]
-    groups: list[Sequence[Any]] = [effect, strengths(runs), sizes]
-    return {name: found for name, found in zip(_FIGURES, groups, strict=True) if found}
+    return sorted(own, key=lambda one: -min(one.difference.counts))[:_MOST_TRAININGS]
+
+
+def _find_data_sizes(runs: Sequence[Run]) -> _DataSizes:
+    return [one for one in data_sizes(runs) if all(map(_has_all, one[1].values()))]
 
 
 def _has_all(result: Comparison) -> bool:
@@ -202,10 +202,13 @@ def _draw_data_sizes(groups: _DataSizes, colours: dict[str, str]) -> Figure:
     return figure
 
 
-_FIGURES: dict[str, tuple[Callable[[Any, dict[str, str]], Figure], Callable[[Any], str]]] = {
-    "effect": (_draw_effect, _describe_effect),
-    "lambda_0": (_draw_strengths, _describe_strengths),
-    "images": (_draw_data_sizes, _describe_data_sizes),
+_Find = Callable[[Sequence[Run]], Sequence[Any]]
+_Draw = Callable[[Any, dict[str, str]], Figure]
+_Describe = Callable[[Any], str]
+_FIGURES: dict[str, tuple[_Find, _Draw, _Describe]] = {
+    "effect": (_find_effect, _draw_effect, _describe_effect),
+    "lambda_0": (strengths, _draw_strengths, _describe_strengths),
+    "images": (_find_data_sizes, _draw_data_sizes, _describe_data_sizes),
 }
 
 
@@ -247,10 +250,7 @@ def _style(ink: str) -> Any:
 
 def _svg(figure: Figure, text: str) -> str:
     """The figure as text, with a description for screen readers and for comparisons."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
-    svg = re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE)
+    svg = re.sub(r"[ \t]+$", "", svg_of(figure), flags=re.MULTILINE)
     # glyphs are named by their number in the font, which differs between builds of matplotlib
     glyphs = dict.fromkeys(re.findall(r'<path id="(\w+-[0-9a-f]+)"', svg))
     numbers = {name: f"glyph{number}" for number, name in enumerate(glyphs)}

@@ -79,7 +79,7 @@ def write_comparison_page(
     answer, reason = advice(result)
     header, *rows = comparison_rows(result)
     seeds = sorted({seed for side in result.sides for seed in side.runs})
-    settings = [_settings(side, result.method.recipe.pretrained) for side in result.sides]
+    settings = [_settings(side) for side in result.sides]
     text = _page(
         "compare.html",
         result=result,
@@ -136,7 +136,7 @@ def _image_parts(
 def write_report_page(
     path: Path | str,
     runs: Iterable[Run],
-    costs: Sequence[list[str]] = (),
+    costs: Sequence[Mapping[str, str]] = (),
     pictures: Sequence[FeatureTable] = (),
 ) -> None:
     """Write tables, comparisons and curves as one HTML page without scripts or external files.
@@ -144,7 +144,7 @@ def write_report_page(
     Args:
         path: HTML file.
         runs: run records.
-        costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
+        costs: lines of the records of ``isda cost``, shown below Table 1.
         pictures: records of generators and augmented features, shown at the end.
     """
     found = Overview(runs, costs)
@@ -162,7 +162,7 @@ def write_report_page(
         others_title=found.others_title,
         legend=legend,
         ours=lambda cell: our_result(cell, found.sides),
-        costs=costs,
+        costs=found.costs,
         costs_title=COSTS_TITLE,
         sentences=found.sentences,
         figures=[_figure(*figure, found.sides) for figure in _FIGURES if found.tables],
@@ -244,7 +244,7 @@ def _seed_row(result: Comparison, seed: int) -> list[str]:
     return [f"{seed}" if verified else f"{seed} (unverified)", *cells, change]
 
 
-def _settings(side: Side, pretrained: bool) -> dict[str, str]:
+def _settings(side: Side) -> dict[str, str]:
     """Fields of the recipe of a side, and the pretrained weights of its runs if there are some."""
     recipe = side.recipe
     words = {}
@@ -255,7 +255,7 @@ def _settings(side: Side, pretrained: bool) -> dict[str, str]:
         elif isinstance(value, bool):
             value = "yes" if value else "no"
         words[field] = f"{value:g}" if isinstance(value, float) else str(value) or "none"
-    if pretrained:
+    if recipe.pretrained:
         loaded = dict.fromkeys(run.pretrained for run in side.runs.values())
         words["pretrained weights"] = "; ".join(loaded)
     return words

@@ -25,6 +25,7 @@ __all__ = [
     "curves",
     "lambda_curve",
     "reliability_diagram",
+    "svg_of",
 ]
 
 # Placeholder colours for matplotlib; the page defines the real ones for light and dark mode.
@@ -162,9 +163,14 @@ def _plot(draw: Callable[[Any], None], *, x: str, y: str, salt: str) -> Markup:
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(_INK)
         draw(axes)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _inline(buffer.getvalue(), f"{y} against {x}")
+        return _inline(svg_of(figure), f"{y} against {x}")
+
+
+def svg_of(figure: Figure) -> str:
+    """The figure as SVG, without a background and without metadata such as the date."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return re.sub(r"\s*<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
 
 
 def _frame(axes: Any, values: Sequence[float]) -> None:
@@ -182,7 +188,6 @@ def _plain(label: str) -> str:
 def _inline(svg: str, label: str) -> Markup:
     """SVG for embedding: no fixed size, no duplicate ids, colours as CSS variables."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # the same in all plots
     svg = re.sub(
         r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r' height="[^"]*pt"', "", svg, count=1)

@@ -5,6 +5,7 @@ The result of a run is its mean over its last epochs, see :func:`isda.experiment
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, get_args
 
 from isda.experiments.errors import InputError
@@ -64,11 +65,13 @@ class Side:
     runs: dict[int, Run]
     """Runs by seed."""
 
-    summaries: dict[int, Summary]
-    """Results by seed."""
-
     unfinished: int
     """Number of runs that were left out because they are not finished."""
+
+    @cached_property
+    def summaries(self) -> dict[int, Summary]:
+        """Results by seed."""
+        return {seed: summary(run) for seed, run in self.runs.items()}
 
     @property
     def label(self) -> str:
@@ -118,11 +121,7 @@ class Side:
 
     def only(self, seeds: Collection[int]) -> "Side":
         """A copy with the runs of the given seeds."""
-        return replace(
-            self,
-            runs={seed: run for seed, run in self.runs.items() if seed in seeds},
-            summaries={seed: one for seed, one in self.summaries.items() if seed in seeds},
-        )
+        return replace(self, runs={seed: run for seed, run in self.runs.items() if seed in seeds})
 
     @property
     def verified(self) -> bool:
@@ -155,24 +154,22 @@ def create_side(runs: Iterable[Run], name: str) -> Side:
     Raises:
         InputError: there are none, two have the same seed, or some have different recipes.
     """
-    own = [(run, summary(run)) for run in runs if run.name == name]
-    finished = [(run, result) for run, result in own if result.finished]
+    own = [run for run in runs if run.name == name]
+    finished = [run for run in own if summary(run).finished]
     if not finished:
         raise InputError(f"no finished run of {name!r} to compare")
-    first = finished[0][0]
+    first = finished[0]
     by_seed: dict[int, Run] = {}
-    for run, _ in finished:
+    for run in finished:
         if not same_training(run.recipe, first.recipe):
             fields = ", ".join(differing_fields(run.recipe, first.recipe))
             raise InputError(f"{run.folder} and {first.folder} differ in {fields}")
-    for run, _ in finished:
         twin = by_seed.setdefault(run.seed, run)
         if twin is not run:
             raise InputError(
                 f"two runs of {name!r} have the same seed: {twin.folder}, {run.folder}"
             )
-    results = {run.seed: result for run, result in finished}
-    return Side(name, first.recipe, by_seed, results, len(own) - len(finished))
+    return Side(name, first.recipe, by_seed, len(own) - len(finished))
 
 
 def create_sides(runs: Iterable[Run]) -> tuple[dict[str, Side], dict[str, str]]:

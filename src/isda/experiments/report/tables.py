@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from isda.experiments.cost_records import cost_rows
 from isda.experiments.published import (
     DASH,
     PUBLISHED,
@@ -54,17 +55,17 @@ _EMPTY = "·"  # mark of a number that was not run yet
 COSTS_TITLE = "What ISDA adds to a training step, in theory and measured"
 
 
-def report_markdown(runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> str:
+def report_markdown(runs: Iterable[Run], costs: Sequence[Mapping[str, str]] = ()) -> str:
     """Tables 1 to 5 with our numbers next to the paper's, and every comparison, as Markdown.
 
     Args:
         runs: run records.
-        costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
+        costs: lines of the records of ``isda cost``, shown below Table 1.
     """
     found = Overview(runs, costs)
     parts = [section(table, found.sides) for table in found.tables]
-    if costs:
-        header, *rows = costs
+    if found.costs:
+        header, *rows = found.costs
         parts[1:1] = [f"{COSTS_TITLE}:", markdown_rows(header, rows, left=(0, len(header) - 1))]
     if found.others:
         parts += [f"## {found.others_title}", _pairs_markdown(found.others)]
@@ -169,7 +170,7 @@ class Overview:
 
     Args:
         runs: run records.
-        costs: rows of :func:`isda.experiments.cost_records.cost_rows`, shown below Table 1.
+        costs: lines of the records of ``isda cost``, shown below Table 1.
     """
 
     sides: dict[str, Side]
@@ -184,7 +185,10 @@ class Overview:
     others: list[Comparison]
     """Comparisons of other recipes, such as those with a different λ₀."""
 
-    def __init__(self, runs: Iterable[Run], costs: Sequence[list[str]] = ()) -> None:
+    costs: list[list[str]]
+    """Header and rows of the costs; empty if there are none."""
+
+    def __init__(self, runs: Iterable[Run], costs: Sequence[Mapping[str, str]] = ()) -> None:
         self._runs = distinct(runs)
         self.sides, self._left_out = create_sides(self._runs)
         self.results = {}
@@ -193,10 +197,10 @@ class Overview:
             found = {result.method.name: result for result in pairs(table, self.sides)}
             self.results[table.number] = [found[name] for name in found if name not in seen]
             seen |= found.keys()
-        in_tables = {cell.recipe for table in TABLES.values() for cell in table.cells}
-        self.others = [r for r in pair_up(self.sides.values()) if r.method.name not in in_tables]
-        wanted = costs or not self._runs or in_tables & {run.name for run in self._runs}
+        self.others = [r for r in pair_up(self.sides.values()) if r.method.name not in PUBLISHED]
+        wanted = costs or not self._runs or any(run.name in PUBLISHED for run in self._runs)
         self.tables = list(TABLES.values()) if wanted else []
+        self.costs = cost_rows(costs, "report") if costs else []
 
     @property
     def others_title(self) -> str:
@@ -253,8 +257,7 @@ class Overview:
         finished = [run for run in self._runs if summary(run).finished]
         unfinished = [run for run in self._runs if run.damage is None and run not in finished]
         unverified = [run for run in finished if not run.verified]
-        used |= {run.folder for run in finished if run.name in self._left_out}
-        outside = [run for run in finished if run.folder not in used]
+        outside = [r for r in finished if r.folder not in used and r.name not in self._left_out]
         if unfinished:
             yield f"Unfinished runs that are left out: {len(unfinished)}."
         if unverified:

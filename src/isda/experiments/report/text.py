@@ -15,6 +15,7 @@ __all__ = [
     "show",
     "terminal_width",
     "text_table",
+    "titled_table",
 ]
 
 OURS = "ours (n)"
@@ -63,6 +64,11 @@ def markdown_rows(
         cells = (column[0], rule, *column[1:])
         columns.append([f"{cell:{'<' if n in left else '>'}{width}}" for cell in cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in zip(*columns, strict=True))
+
+
+def titled_table(title: str, header: list[str], rows: list[list[str]]) -> str:
+    """Markdown table below its title, which is escaped, for a page."""
+    return f"{escape_markdown(title)}:\n\n{markdown_rows(header, rows, pad=False)}"
 
 
 def terminal_width() -> int:

@@ -1,8 +1,14 @@
-"""HTML pages as tests read them."""
+"""HTML pages and Markdown tables as tests read them."""
 
 from html.parser import HTMLParser
 
-__all__ = ["Page"]
+__all__ = ["Page", "markdown_cells"]
+
+
+def markdown_cells(text: str) -> list[list[str]]:
+    """Cells of all rows of Markdown tables, also of their rules."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 class Page(HTMLParser):
@@ -25,7 +31,7 @@ class Page(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if tag not in ("meta", "br", "wbr"):
+        if tag not in ("meta", "br", "wbr", "img"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
