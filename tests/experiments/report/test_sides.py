@@ -42,6 +42,9 @@ def test_labels_are_those_of_what_was_trained(tmp_path):
     ]  # fmt: skip
     result = comparison(runs, f"{FIRST}-dropout", f"{FIRST}-dropout_isda")
     assert sentence(result).startswith("Dropout + ISDA raises the test error of Dropout by 0.50")
+    assert result.title == "CIFAR-10, ResNet-110, Dropout, λ₀ = 0.5"  # of both sides
+    identity = create_side(runs, f"{FIRST}-identity_isda")
+    assert identity.training() == "CIFAR-10, ResNet-110, ISDA with identity matrix"
 
 
 @pytest.mark.parametrize(("freeze", "kind"), [(True, "frozen"), (False, "fine-tuned")])

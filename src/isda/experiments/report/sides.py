@@ -108,7 +108,7 @@ class Side:
             return []
         words, label = [], self.label
         if self.recipe.method in ("isda", "ce") and label not in (_LABELS["isda"], _LABELS["ce"]):
-            words.append(label)
+            words.append(label.removesuffix(" + ISDA"))
         for change in self.name.split("+")[1:]:
             field, _, value = change.partition("=")
             if field not in ("lambda_0", "method", *without):
