@@ -26,10 +26,12 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = create_digits()
-    loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
+    sampler: DistributedSampler[int] = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=32, sampler=sampler)
     criterion = nn.CrossEntropyLoss()
 
     for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)  # another order
         losses = []
         for images, target in loader:
             loss = criterion(model(images), target)

@@ -49,7 +49,7 @@ def find_head(model: nn.Module) -> LinearLayer:
     wide = ""
     if layers and list(layers)[-1] not in linear:
         name, layer = layers.popitem()
-        wide = f"; {name} ({layer}) is not linear per pixel: only 1×1 convolutions qualify"
+        wide = f"; {name or 'it'} ({layer}) is not linear per pixel: only 1×1 convolutions qualify"
     if not linear:
         raise ValueError(
             f"model must end in a linear layer, {_KINDS}; found none in {type(inner).__name__}"

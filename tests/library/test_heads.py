@@ -306,6 +306,8 @@ def test_a_last_convolution_that_is_not_1x1_is_named():
     )
     with pytest.raises(ValueError, match=f"found none in Sequential{shown}"):
         attach(nn.Sequential(nn.Conv2d(3, 4, 3), last))
+    with pytest.raises(ValueError, match=f"found none in Conv2d{shown.replace('1', 'it', 1)}"):
+        attach(last)
     inner = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1))
     shown = shown.replace("1", "2", 1)
     with pytest.raises(ValueError, match=rf"found 2 with 4 outputs .*{shown}.*; pass head="):
