@@ -246,6 +246,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         "table 4 --cell cifar100/resnet110/cgan --seeds 0",
         "train cifar100-se_resnet110-ce",
         "train cifar100-resnet110-isda --out elsewhere",
+        f"train cifar100-resnet110-isda --out {Path('elsewhere').resolve()}",
     ]
     Path("my queue").write_text("\n".join(lines))
     Path("results/benchmarks").mkdir(parents=True)
@@ -258,7 +259,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     capsys.readouterr()
     assert main(["queue", "my queue", "--dry-run", "--minutes", "20"]) == 0
     text = capsys.readouterr().out
-    rows = {row.split(":")[0]: row for row in text.splitlines()[2:10]}
+    rows = {row.split(":")[0]: row for row in text.splitlines()[2:11]}
     # 160 epochs of 50,000 images at the best speed; a run of an earlier line is counted once
     for number, left in {
         1: ["1", "of", "2", "2"],
@@ -269,6 +270,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         6: ["1", "of", "2", "160", "6.4"],  # every sixth image is synthetic
         7: ["1", "of", "1", "200", "?"],
         8: ["1", "of", "1", "160", "5.3"],  # line 2 has this run in another folder
+        9: ["0", "of", "1", "0"],  # the folder of line 8
     }.items():
         words = rows[str(number)].split()
         place = words.index("of") - 1

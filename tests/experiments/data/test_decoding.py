@@ -1,7 +1,10 @@
 """Decoding of image files: every format, the sizes that crops need, and unreadable files."""
 
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +37,24 @@ from isda.experiments.data.decoding import (
 from isda.experiments.data.folder_cache import decode_folder
 from isda.experiments.settings import Options
 from isda.experiments.training.images import ImageStore
+
+DECODE = """
+import sys
+from photo_folders import decoded
+decoded(sys.argv[1])
+"""
+
+
+def test_threads_do_not_import_torchvision_at_the_same_time(tmp_path: Path) -> None:
+    photos = tmp_path / "photos"
+    for part in ("train", "val"):
+        for number in range(8):  # each format needs another part of torchvision
+            name = f"{number}.{'png' if number % 2 else 'jpg'}"
+            make_image(photos / part / str(number // 4) / name, (40, 40), number)
+    command = [sys.executable, "-c", DECODE, str(photos)]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | paths)
+    assert done.returncode == 0, done.stderr
 
 
 def test_stored_images_are_those_of_torchvision(photos: Path) -> None:

@@ -119,10 +119,10 @@ def _spread(lines: list[Line], records: Path, workers: Workers) -> list[str]:
     runs, whole, seen = [], [], set[tuple[Path, Plan]]()
     for line in lines:
         if isinstance(line.task, PlannedRuns):
-            options = line.task.options
+            options, out = line.task.options, line.task.options.out.resolve()
             missing = line.task.missing(line.title, records)
-            left = [plan for plan in missing if (options.out, plan) not in seen]
-            seen |= {(options.out, plan) for plan in left}
+            left = [plan for plan in missing if (out, plan) not in seen]
+            seen |= {(out, plan) for plan in left}
             runs += [_job_of_runs(line, part, workers)
                      for part in _worker_groups(left, options, workers)]  # fmt: skip
         else:

@@ -56,8 +56,8 @@ def forecast_text(lines: Sequence[Line], records: Path, options: Options) -> str
             require_generators((plan.recipe for plan in missing), line.task.options)
         except InputError as error:
             problems.append(f"{line.place} will fail: {error}")
-        left = [plan for plan in dict.fromkeys(missing) if (out, plan) not in seen]
-        seen |= {(out, plan) for plan in left}
+        left = [plan for plan in dict.fromkeys(missing) if (out.resolve(), plan) not in seen]
+        seen |= {(out.resolve(), plan) for plan in left}
         found.append(_forecast(line, len(plans), left, speeds))
     width = terminal_width()
     devices = f" on {', '.join(speeds.devices)}" if speeds.devices else ", of which there are none"

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,6 +64,10 @@ class ImageFiles:
     size: Tensor  # int64 (N, 2): height and width after decoding
     decode: Callable[[str], Tensor]  # uint8 (H, W, 3) of a file
     threads: int  # 0: decode in the calling thread
+
+    def __post_init__(self) -> None:
+        # slow, but threads that import different parts of torchvision at once get ImportErrors
+        import_module("torchvision.transforms.v2")
 
     def __getitem__(self, part: slice) -> Tensor:
         """Images of equal size, uint8 (N, 3, H, W)."""
