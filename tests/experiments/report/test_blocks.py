@@ -91,9 +91,11 @@ def test_update_markdown(out, tmp_path):
         "docs",
         "runs",
     }
-    path.write_text("<!-- runs:cifar10 -->\n<!-- /runs -->\n")
-    with pytest.raises(InputError, match=r"README\.md: <!-- runs:cifar10 -->: no records of ISDA"):
-        update_markdown(path, runs)
+    for mark in ("cifar10", "cifar10:images", "cifar10:losses"):
+        path.write_text(f"<!-- runs:{mark} -->\n<!-- /runs -->\n")
+        message = rf"README\.md: <!-- runs:{mark} -->: there are no runs whose names begin with cif"
+        with pytest.raises(InputError, match=message):
+            update_markdown(path, runs)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def _content(
         runs = [run for run in runs if run.name in PUBLISHED]
     elif name != "all":
         runs = [run for run in runs if run.name.startswith(name)]
+        if not runs:
+            raise InputError(f"there are no runs whose names begin with {name}")
     if not kind:
         return recipes_block(runs)
     if kind not in BLOCKS:
